@@ -14,12 +14,14 @@ what to do instead.
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from os import PathLike
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
@@ -77,6 +79,9 @@ def _refusal(message: str) -> Exception:
 _LEGACY_MODEL = NotHere(
     "the models before megatron.core are not here; give --use-mcore-models (scripts of releases 0.5 to 0.7), or leave "
     "out --use-legacy-models"
+)
+_LEGACY_DATASETS = NotHere(
+    "give Accelerate's plugin custom_megatron_datasets_provider_function and custom_get_batch_function, or a DataLoader"
 )
 _LEGACY_MODELS = {"BertModel": _LEGACY_MODEL, "GPTModel": _LEGACY_MODEL, "T5Model": _LEGACY_MODEL}
 _TE = NotHere("modules of Transformer Engine are not here; name the class of megatron.core in the layer spec")
@@ -155,10 +160,14 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
         "maybe_wrap_for_inprocess_restart": "megatron.training.launch.start_times",
     },
     "megatron.training.tokenizer.tokenizer": {
+        "_vocab_size_with_padding": "megatron.facades.accelerate_plugin",
         "_NullTokenizer": "megatron.data.tokenizer.null:NullTokenizer",
         "MegatronTokenizer": "megatron.data.tokenizer.base:Tokenizer",
         "build_tokenizer": "megatron.data.tokenizer.build:build_tokenizer_of_args",
     },
+    "megatron.training.gpt_builders": "gpt_builders",
+    "megatron.legacy.data.dataset_utils": {"build_train_valid_test_datasets": _LEGACY_DATASETS},
+    "megatron.legacy.model.classification": {"Classification": _LEGACY_MODEL},
     "megatron.training.yaml_arguments": {"core_transformer_config_from_yaml": _YAML},
     "megatron.core.extensions.transformer_engine": _TE_NAMES,
     "megatron.core.transformer.custom_layers.transformer_engine": _TE_NAMES,
@@ -320,6 +329,25 @@ class OldHomes(MetaPathFinder, Loader):
         module.__getattr__ = lambda name: look_up(module.__name__, name)  # type: ignore[method-assign]
         if not isinstance(home, str):
             module.__dict__["__all__"] = list(home)
+
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
+        """Yields a distribution `megatron-core`, for programs that ask for its version before they use these names.
+        Only a search by this name finds it."""
+        if context.name is not None and context.name.replace("_", "-").lower() == "megatron-core":
+            yield _NamesOfMegatronCore()
+
+
+class _NamesOfMegatronCore(Distribution):
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        release = importlib.import_module("megatron.core.utils.versions").MEGATRON_LM_RELEASE
+        return (
+            f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {release}\nSummary: names of megatron-pretraining\n"
+        )
+
+    def locate_file(self, path: str | PathLike[str]) -> NoReturn:
+        raise FileNotFoundError(f"megatron-core is not installed; megatron-pretraining has its names: {path}")
 
 
 def install_old_homes() -> None:

@@ -1,16 +1,20 @@
-"""Ctrl-C ends a program with one line and exit code 130, from its first import on: importing torch takes seconds.
+"""How a program ends early: with one line after Ctrl-C, from its first import on, and with the message of a mistake.
+Ctrl-C gives exit code 130, a mistake 2. Importing torch takes seconds, so nothing here imports it.
 
 An entry script calls `exit_quietly` before its other imports, if it is the program (`__name__ == "__main__"`). A tool
 then hands its main function to `run_main`; `pretrain` watches signals itself.
 """
 
+import functools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, ParamSpec
+
+Arguments = ParamSpec("Arguments")
 
 EXIT_CODE = 128 + signal.SIGINT
 """130, as shells report the end by Ctrl-C."""
@@ -40,6 +44,28 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         if on_main_thread:
             signal.signal(signal.SIGTERM, before)
     sys.exit(code)
+
+
+def tells_mistakes(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """Makes the main function of a tool print a UserError, each line behind "error: ", and return 2."""
+
+    @functools.wraps(main)
+    def telling(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        from megatron.core.exceptions import UserError
+
+        try:
+            return main(*args, **kwargs)
+        except UserError as error:
+            for line in str(error).splitlines():
+                print(f"error: {line}", file=sys.stderr)
+            return 2
+
+    return telling
+
+
+def warn(message: str) -> None:
+    """Prints a warning of a tool."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

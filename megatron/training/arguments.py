@@ -11,7 +11,7 @@ from megatron.training.config.command_line import CommandLine, ExtraArgsProvider
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError, resolve
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.inspection.run_description import ARCHITECTURE, architecture_differences
+from megatron.training.inspection.run_description import ARCHITECTURE, OF_ADAPTERS, architecture_differences
 from megatron.training.launch.errors import exit_with_problems
 from megatron.training.launch.launcher_variables import take_ranks_of_launcher
 
@@ -66,7 +66,8 @@ def _check_taken_model(config: PretrainConfig, described: Mapping[str, Any]) -> 
     say so. Fields that the checkpoint does not know yet are left out."""
     known = described.get("architecture", {})
     unknown = [name for name in ARCHITECTURE if name not in known]
-    differences = architecture_differences(config, described, leave_out=unknown)
+    # Adapters are not taken: the model that they are made for has none.
+    differences = architecture_differences(config, described, leave_out=[*unknown, *OF_ADAPTERS])
     if differences:
         raise ConfigurationError(
             f"--use-checkpoint-args: {difference}; leave the flag out to take the checkpoint's value, or leave "
@@ -78,6 +79,9 @@ def _check_taken_model(config: PretrainConfig, described: Mapping[str, Any]) -> 
 __getattr__ = lazy_names(
     __name__,
     {
+        "_add_data_args": "megatron.facades.accelerate_plugin",
+        "_add_logging_args": "megatron.facades.accelerate_plugin",
+        "_add_validation_args": "megatron.facades.accelerate_plugin",
         "Arguments": "megatron.facades.arguments",
         "core_transformer_config_from_args": "megatron.facades.arguments",
         "parse_and_validate_args": "megatron.facades.argument_utils",

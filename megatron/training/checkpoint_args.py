@@ -1,13 +1,13 @@
 """--use-checkpoint-args: takes the flags of model and tokenizer from those that a checkpoint has recorded."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron.core.declarations.config_fields import value_text
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import without_stages
+from megatron.core.utils.store_path import place
 from megatron.training.config.command_line import CommandLine, take_flag
 from megatron.training.config.flag_table import SAME_THING, Flag, flag_table
 from megatron.training.config.recorded_flags import check_spec, flags_of_model, is_of_run, recorded_words
@@ -41,7 +41,7 @@ def take_checkpoint_args(
     folders = [(line.values["load"], line.values["ckpt_step"]), (line.values["pretrained_checkpoint"], None)]
     try:
         for root, step in folders:
-            checkpoint = None if root is None else find_checkpoint(Path(root), step, log=lambda sentence: None)
+            checkpoint = None if root is None else find_checkpoint(place(root), step, log=lambda sentence: None)
             if checkpoint is not None:
                 described = checkpoint.manifest.config
                 take_model_flags(line, recorded_words(described), str(checkpoint.folder), "--use-checkpoint-args")

@@ -1,11 +1,12 @@
 """Checks whether a run may load a checkpoint: its model, its state, and the keys that may differ."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
+from megatron.core.dist_checkpointing.checkpoint import Checkpoint, open_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import select_folders
 from megatron.core.dist_checkpointing.chunk import AVERAGE, SCALING_STATE, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
@@ -19,6 +20,7 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.exceptions import UserError
+from megatron.core.utils.store_path import place
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.inspection.run_description import (
@@ -48,7 +50,7 @@ def check_before_build(config: PretrainConfig, schedule_of_flags: bool = True) -
     if config.evaluation.skip_train:
         schedule_of_flags = False
     temporary = temporary_folder(flags, flags.load) if flags.ckpt_step is None else None
-    roots = [Path(flags.load), *([] if temporary is None else [temporary])]
+    roots = [place(flags.load), *([] if temporary is None else [temporary])]
     RankCoordinator().run_on_first(partial(_check_candidates, config, roots, schedule_of_flags))
 
 
@@ -82,6 +84,11 @@ def command_line_in(folder: Path, manifest: Manifest) -> list[str]:
     return list(words)
 
 
+def ranks_of_checkpoint(checkpoint: Checkpoint) -> int:
+    """Returns the number of ranks of the run that wrote a checkpoint."""
+    return math.prod(int(checkpoint.manifest.layout.get(axis, 1)) for axis in ("tp", "pp", "cp", "dp"))
+
+
 def check_vocabulary(config: PretrainConfig, sizes: tuple[int, int]) -> None:
     """Raises UserError, the same on all ranks, if the embedding of the newest checkpoint that the run may load has
     neither of these numbers of rows: this run's vocabulary without and with padding. Comes before the model is built.
@@ -96,7 +103,7 @@ def check_vocabulary(config: PretrainConfig, sizes: tuple[int, int]) -> None:
 def _check_rows(config: PretrainConfig, sizes: tuple[int, int]) -> None:
     flags = config.checkpoint
     try:
-        roots = [Path(root) for root in (flags.load, flags.pretrained_checkpoint) if root is not None]
+        roots = [place(root) for root in (flags.load, flags.pretrained_checkpoint) if root is not None]
         folders = [root / name for root in roots for name in select_folders(root, flags.ckpt_step).folders[:1]]
         if not folders:
             return

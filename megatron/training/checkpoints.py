@@ -1,7 +1,7 @@
 """Saves and loads checkpoints of a run: their content, when they are loaded, and the messages about them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoin
 from megatron.core.dist_checkpointing.chunk import AVERAGE, Chunk, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import check_room
+from megatron.core.dist_checkpointing.local_copies import LocalCopies, UnfitCopy
 from megatron.core.dist_checkpointing.manifest import MANIFEST, Manifest
 from megatron.core.dist_checkpointing.reading import LoadResult, load
 from megatron.core.dist_checkpointing.writing import SaveResult, save
@@ -20,6 +21,8 @@ from megatron.core.ops.moe.routing import weights_sum_to_one
 from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.moe.router import routing_rule
 from megatron.core.transformer.moe.upcycling import dense_chunks, enlarge_second_products
+from megatron.core.utils.store_path import place
+from megatron.training.adapters import BASE, Base, check_base
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import (
     check_dense_manifest,
@@ -34,14 +37,15 @@ from megatron.training.data.data_record import data_differences, order_differenc
 from megatron.training.hooks.mix_report import Mix
 from megatron.training.inspection.gpt_spelling import Renaming
 from megatron.training.inspection.run_description import describe_run, names_of_this_run, setting_differences
+from megatron.training.local_checkpoints import local_copies, save_local
 from megatron.training.lr_schedule import schedule_flag
 from megatron.training.rewind_record import Rewind, RewindRecord, temporary_folder
 from megatron.training.state import (
     SavedParts,
     TrainState,
     checkpoint_bytes,
+    kept_weight_chunks,
     optimizer_chunks_to_load,
-    weight_chunks,
     weights_are_finite,
 )
 
@@ -69,6 +73,8 @@ class Checkpoints:
         """Iteration of the newest checkpoint under --save that this run wrote, began to write or resumed from."""
         self.data: Mapping[str, str] = {}
         """Digests of the run's data, which every checkpoint stores."""
+        self.base: Base | None = None
+        """The frozen weights of a run with adapters, which every checkpoint names; None without adapters."""
         self._saved_data: Mapping[str, str] = {}
         """Digests in the checkpoint that was loaded."""
         self.data_order: Mapping[str, str] = {}
@@ -92,6 +98,9 @@ class Checkpoints:
         """Writes a checkpoint of this state under --save; it is complete on disk on return. A temporary one goes to its
         own folder and replaces the one before. Raises UserError, the same on all ranks, if it cannot be written;
         earlier checkpoints are then untouched."""
+        if temporary and self._local is not None:
+            save_local(self._local, *self._contents(parts, temporary), self._say)
+            return
         root = self._root(parts.state, temporary)
         chunks, facts = self._contents(parts, temporary)
         self._report_saved(parts.state.iteration, root, save(root, chunks, **facts))
@@ -104,8 +113,10 @@ class Checkpoints:
         its first step."""
         if self.flags.save is None:
             return
-        ranks, root = RankCoordinator(), Path(self.flags.save)
-        mine = checkpoint_bytes(parts, self.groups, with_optimizer and not self.flags.no_save_optim)
+        ranks, root = RankCoordinator(), place(self.flags.save)
+        mine = checkpoint_bytes(
+            parts, self.groups, with_optimizer and not self.flags.no_save_optim, adapters_alone=self.base is not None
+        )
         needed = sum(ranks.gather(mine))
         warning = ranks.run_on_first(lambda: check_room(root, needed))
         if warning is not None:
@@ -121,6 +132,9 @@ class Checkpoints:
         """Copies this state to host memory and starts to write it, while training continues; `finish_save` ends it.
         Raises UserError like `save`."""
         assert self.pending is None, "the save before is not finished"
+        if temporary and self._local is not None:
+            save_local(self._local, *self._contents(parts, temporary), self._say)
+            return
         root = self._root(parts.state, temporary)
         chunks, facts = self._contents(parts, temporary)
         announce = partial(self._report_saved, parts.state.iteration, root)
@@ -138,6 +152,13 @@ class Checkpoints:
         pending.finish()
         return iteration
 
+    def close(self, is_complete: bool) -> None:
+        """Ends the use of local copies, and deletes them if the run is complete and saved. Collective."""
+        if self._local is not None:
+            if is_complete:
+                self._say(f"the run is complete: its local copies in {self._local.root} are deleted")
+            self._local.close(delete=is_complete)
+
     def leave_save(self) -> None:
         """Waits a while for the checkpoint of the last `begin_save` to become complete. Called after a failure, so it
         needs no other rank: other ranks may be gone."""
@@ -146,18 +167,25 @@ class Checkpoints:
 
     def _root(self, state: TrainState, temporary: bool) -> Path:
         assert self.flags.save is not None
-        root = (temporary_folder(self.flags, self.flags.save) if temporary else None) or Path(self.flags.save)
+        root = (temporary_folder(self.flags, self.flags.save) if temporary else None) or place(self.flags.save)
         self._say(f"saving checkpoint at iteration {state.iteration:7d} to {root} in {FORMAT} format")
         if not temporary:
             self.record.begin_save(state.iteration)
         return root
 
+    @cached_property
+    def _local(self) -> LocalCopies | None:
+        """The copies on the hosts of the ranks (--non-persistent-ckpt-type local); None without them."""
+        return local_copies(self.flags, self._layout(), self._say)
+
+    def _layout(self) -> dict[str, int]:
+        return {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
+
     def _contents(self, parts: SavedParts, temporary: bool = False) -> tuple[Iterator[Chunk], dict[str, Any]]:
         """Returns this rank's chunks, and everything else that a save takes."""
         keep_optimizer = not self.flags.no_save_optim
-        chunks = chain(
-            weight_chunks(parts.model, self.groups), parts.optimizer.state_chunks() if keep_optimizer else ()
-        )
+        weights = kept_weight_chunks(parts.model, self.groups, adapters_alone=self.base is not None)
+        chunks = chain(weights, parts.optimizer.state_chunks() if keep_optimizer else ())
         common = {
             "train_state": parts.state.to_json(),
             "scheduler": parts.scheduler.state_dict(),
@@ -166,11 +194,11 @@ class Checkpoints:
         common |= {} if parts.spikes is None else {"loss_spikes": parts.spikes.state_dict()}
         common |= {} if self.mix is None else {"samples_drawn": self.mix.drawn(parts.state.consumed_train_samples)}
         common |= self.record.state_dict()
-        layout = {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
-        of_data = {"data": dict(self.data), "data_order": dict(self.data_order)}
+        of_data: dict[str, object] = {"data": dict(self.data), "data_order": dict(self.data_order)}
+        of_data |= {} if self.base is None else {BASE: self.base.to_json()}
         description = describe_run(self.config) | {name: facts for name, facts in of_data.items() if facts}
         kept = (1, None) if temporary else (self.flags.keep_last, self.flags.save_retain_interval)
-        facts = {"config": description, "layout": layout, "keep_last": kept[0], "keep_every": kept[1]}
+        facts = {"config": description, "layout": self._layout(), "keep_last": kept[0], "keep_every": kept[1]}
         finite = weights_are_finite(parts.model, self.groups)
         return chunks, {"step": parts.state.iteration, "common": common, "weights_finite": finite, **facts}
 
@@ -204,7 +232,12 @@ class Checkpoints:
         root, step = (flags.save, None) if upcycles else (flags.load, flags.ckpt_step)
         if root is None or (flags.finetune and not upcycles) or flags.override_ckpt_iteration is not None:
             return TrainState()
-        folder = Path(root) if upcycles else self._folder_to_load(root, say=False)
+        if self._newer_local is not None:
+            local, found = self._newer_local
+            return TrainState.from_json(
+                found.common.get("train_state") or {}, f"{local / MANIFEST}: common.train_state"
+            )
+        folder = place(root) if upcycles else self._folder_to_load(root, say=False)
         accept = self._refusing_unasked(folder, flags.save, step)
 
         def read() -> Any:
@@ -220,15 +253,17 @@ class Checkpoints:
     def _load(self, parts: SavedParts) -> bool:
         flags = self.flags
         if flags.load is not None:
-            root = self._folder_to_load(flags.load)
-            loaded = self._read(root, parts, weights_only=flags.finetune, step=flags.ckpt_step)
+            loaded = self._read_local(parts)
+            if loaded is None:
+                root = self._folder_to_load(flags.load)
+                loaded = self._read(root, parts, weights_only=flags.finetune, step=flags.ckpt_step)
             if loaded is not None:
                 self._restore(loaded, parts)
                 if flags.override_ckpt_iteration is not None:
                     self._override_iteration(parts.state, flags.override_ckpt_iteration)
                 return True
-        if flags.pretrained_checkpoint is not None:
-            root = Path(flags.pretrained_checkpoint)
+        if flags.pretrained_checkpoint is not None and self.base is None:
+            root = place(flags.pretrained_checkpoint)
             step = flags.ckpt_step if flags.load is None else None
             if self._read(root, parts, weights_only=True, step=step) is not None:
                 return True
@@ -259,17 +294,49 @@ class Checkpoints:
             self.save(parts)
         self.record.write(decision.iteration)
 
+    @cached_property
+    def _newer_local(self) -> tuple[Path, Manifest] | None:
+        """Folder and manifest of this rank's local copy, if all ranks have one of the same iteration and it is newer
+        than the checkpoints that the run goes on from. The first access is collective."""
+        flags, root = self.flags, self._goes_on_from
+        if self._local is None or root is None:
+            return None
+        accept = self._refusing_unasked(place(root), flags.save, None)
+        newest = RankCoordinator().run_on_first(lambda: newest_iteration(place(root), accept))
+        return self._local.recover(newest, accept)
+
+    @property
+    def _goes_on_from(self) -> str | None:
+        """The folder with the newest checkpoints of this run; None if its flags name the checkpoint to begin with. An
+        upcycled run has its own under --save, and --load is that of the dense model."""
+        if self.config.transformer.moe_use_upcycling:
+            return self.flags.save
+        return None if self.flags.ckpt_step is not None or self.flags.finetune else self.flags.load
+
+    def _read_local(self, parts: SavedParts) -> LoadResult | None:
+        """Loads the newest local copy if it is newer than the checkpoints. None without one, or if it does not fit this
+        run: the checkpoints may."""
+        if self._newer_local is None:
+            return None
+        folder, manifest = self._newer_local
+        self._say(f"the local copies of iteration {manifest.iteration} are newer than what is in {self._goes_on_from}")
+        try:
+            return self._read(folder, parts, weights_only=False, local=self._local)
+        except UnfitCopy as error:
+            self._say(f"WARNING: local copies are left out: {error}")
+            return None
+
     def _folder_to_load(self, root: str, *, say: bool = True) -> Path:
         """Returns the folder of --load, or that of its temporary checkpoints if they are newer."""
         temporary = temporary_folder(self.flags, root)
         if temporary is None or self.flags.ckpt_step is not None:
-            return Path(root)
+            return place(root)
         accept = self.record.refusing_outdated(root, self.flags.save)
         newest = RankCoordinator().run_on_first(
-            lambda: [newest_iteration(Path(root), accept), newest_iteration(temporary, accept)]
+            lambda: [newest_iteration(place(root), accept), newest_iteration(temporary, accept)]
         )
         if newest[1] <= newest[0]:
-            return Path(root)
+            return place(root)
         if say:
             self._say(f"the temporary checkpoint of iteration {newest[1]} in {temporary} is newer than those in {root}")
         return temporary
@@ -290,12 +357,12 @@ class Checkpoints:
         --load or --pretrained-checkpoint into experts, and saves the new model under --save."""
         flags, transformer = self.flags, self.config.transformer
         if flags.save is not None:
-            loaded = self._read(Path(flags.save), parts, weights_only=False)
+            loaded = self._read_local(parts) or self._read(place(flags.save), parts, weights_only=False)
             if loaded is not None:
                 self._say(f"--moe-use-upcycling: {flags.save} holds the upcycled run, which is continued")
                 self._restore(loaded, parts, counts=True)
                 return True
-        source = Path(flags.load or flags.pretrained_checkpoint or "")
+        source = place(flags.load or flags.pretrained_checkpoint or "")
         if self._read(source, parts, weights_only=True, step=flags.ckpt_step, dense=True) is None:
             raise UserError(f"--moe-use-upcycling: {source} holds no checkpoint")
         self._say(f"each MLP became {transformer.num_moe_experts} experts (--moe-use-upcycling)")
@@ -318,14 +385,16 @@ class Checkpoints:
         weights_only: bool,
         step: int | None = None,
         dense: bool = False,
+        local: LocalCopies | None = None,
     ) -> LoadResult | None:
         """Loads weights and, if wanted, optimizer state. Main weights are always loaded, together with the weights.
-        `dense`: the checkpoint is that of a dense model, whose MLPs become experts."""
+        `dense`: the checkpoint is that of a dense model, whose MLPs become experts. `local`: `root` is the folder of
+        this rank's copy among these."""
         refuse_unasked = self._refusing_unasked(root, None if weights_only else self.flags.save, step)
         with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
         with_average = with_optimizer or (self.config.evaluation.skip_train and not weights_only)
         wanted: Iterable[Chunk] = chain(
-            weight_chunks(parts.model, self.groups),
+            kept_weight_chunks(parts.model, self.groups, adapters_alone=self.base is not None),
             optimizer_chunks_to_load(parts.optimizer, with_optimizer, with_average),
         )
         own, granularity = list[Chunk](), self.config.transformer.moe_upcycling_granularity
@@ -337,6 +406,7 @@ class Checkpoints:
 
         def accept(manifest: Manifest) -> None:
             refuse_unasked(manifest)
+            check_base(self.config, manifest, self.base)
             if dense:
                 check_dense_manifest(self.config, root, manifest, self._say)
             else:
@@ -346,7 +416,10 @@ class Checkpoints:
 
         policy = mismatch_policy(self.flags, with_optimizer)
         renames = None if dense else self._names_of_this_run
-        loaded = load(root, wanted, step=step, policy=policy, accept=accept, renames=renames, log=self._say)
+        if local is not None:
+            loaded: LoadResult | None = local.load(root, wanted, accept)
+        else:
+            loaded = load(root, wanted, step=step, policy=policy, accept=accept, renames=renames, log=self._say)
         if loaded is not None:
             if dense:
                 enlarge_second_products(own, granularity)

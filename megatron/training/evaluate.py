@@ -179,21 +179,11 @@ def _mean(sums: Mapping[str, Tensor], group: Group) -> tuple[dict[str, float], d
     return losses, counts
 
 
-@dataclass(frozen=True)
-class FullPass:
-    """The equal global batches that cover a whole dataset (--full-validation)."""
-
-    iterations: int
-    samples: int
-    padded: int
-    """Rows of the last global batch that hold no sample; their loss mask must be zero."""
-
-
-def full_pass(num_samples: int, global_batch_size: int) -> FullPass:
-    """Returns the batches that contain every sample once. Raises UserError for an empty dataset."""
+def full_pass(num_samples: int, global_batch_size: int) -> int:
+    """Returns the number of global batches that contain every sample once (--full-validation). Raises UserError for an
+    empty dataset."""
     if num_samples < 1:
         raise UserError(
             "--full-validation: the validation set is empty; give it a part in --split, or a --valid-data-path"
         )
-    iterations = -(-num_samples // global_batch_size)
-    return FullPass(iterations, num_samples, iterations * global_batch_size - num_samples)
+    return -(-num_samples // global_batch_size)

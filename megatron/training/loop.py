@@ -17,7 +17,6 @@ from torch import Tensor
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.exceptions import UserError
 from megatron.core.health.rerun_state_machine import RerunStateMachine
-from megatron.core.ops.fp8.recipes import DelayedScaling
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
@@ -26,6 +25,7 @@ from megatron.core.utils.keywords import Keywords
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.sources import prefixes_of_run
 from megatron.training.data.step_data import StepData, is_end_of_data, step_data_of
+from megatron.training.evaluations import evaluate_split
 from megatron.training.hooks.exit import ExitDecision, ExitReason
 from megatron.training.launch.environment import Environment, process_environment
 from megatron.training.launch.errors import delay_errors_on_other_ranks
@@ -37,7 +37,7 @@ from megatron.training.log.finite import GradientProbe
 from megatron.training.log.records import StepResult
 from megatron.training.loss_spikes import SpikeVerdict
 from megatron.training.providers import Providers
-from megatron.training.rewind import go_back
+from megatron.training.rewind import go_back, mark_step_start
 from megatron.training.setup.set_up import set_up
 from megatron.training.trainer import Trainer
 
@@ -99,7 +99,7 @@ def set_up_and_train(
             if decision is not None:
                 failures.examine_early_end(trainer, decision)
             else:
-                trainer.finish()
+                finish(trainer)
             trainer.close()
     except BaseException as error:
         trainer.close_after_failure(error)
@@ -123,7 +123,7 @@ def train(trainer: Trainer) -> ExitDecision | None:
             trainer.record_step(train_step(trainer))
         trainer.hooks.after_step(state.iteration)
         if trainer.evaluation_is_due():
-            trainer.evaluate("valid", at_end=trainer.is_done())
+            evaluate_split(trainer, "valid", at_end=trainer.is_done())
         decision = trainer.check_exit()
         if decision is not None and decision.reason is ExitReason.LOSS_SPIKE:
             decision = go_back(trainer, decision)
@@ -134,6 +134,17 @@ def train(trainer: Trainer) -> ExitDecision | None:
     if decision is not None:
         trainer.report_exit(decision)
     return decision
+
+
+def finish(trainer: Trainer) -> None:
+    """Ends a run after its last iteration: saves the last checkpoint, then evaluates the validation set, unless
+    --eval-interval has done so after this iteration, and the test set."""
+    iteration, saves = trainer.state.iteration, trainer.config.checkpoint.save is not None
+    if not trainer.config.evaluation.skip_train and saves and iteration != trainer.checkpoints.last_saved:
+        trainer.save()
+    if trainer.last_validated != iteration:
+        evaluate_split(trainer, "valid", at_end=True)
+    evaluate_split(trainer, "test", at_end=True)
 
 
 def train_step(trainer: Trainer) -> StepResult:
@@ -162,7 +173,7 @@ def train_step(trainer: Trainer) -> StepResult:
         result,
         params_norm=norm_of_weights(trainer),
         sample_ids=trainer.splits.train.sample_ids,
-        gradients_finite=[] if trainer.probe is None else trainer.probe.take(),
+        gradients_finite=[] if trainer.probe is None else trainer.probe.take_tensors(),
     )
 
 
@@ -283,37 +294,6 @@ def run_step(
         decoupled_learning_rate=decoupled,
         spike=spike,
     )
-
-
-def mark_step_start(
-    model: Sequence[Any], optimizer: MegatronOptimizer, data: StepData | None, probe: GradientProbe | None
-) -> Callable[[], bool]:
-    """Marks the start of a step. Returns a function that restores data, gradients, the biases of experts and the
-    histories of delayed fp8 scaling as they are now. That function returns False if the data is a script's own
-    iterator, which cannot go back."""
-    if data is not None:
-        data.keep_step()
-    modules = [module for chunk in model for module in chunk.modules()]
-    routers = [module for module in modules if getattr(module, "expert_bias", None) is not None]
-    biases = [router.expert_bias.detach().clone() for router in routers]
-    histories = [module.mark_step_start() for module in modules if isinstance(module, DelayedScaling)]
-
-    def go_back_to_start() -> bool:
-        if data is None or not data.rewind():
-            return False
-        for chunk in model:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        for router, bias in zip(routers, biases, strict=True):
-            router.expert_bias.copy_(bias)
-            router.take_tokens_per_expert()
-        for restore_history in histories:
-            restore_history()
-        if probe is not None:
-            probe.take()
-        return True
-
-    return go_back_to_start
 
 
 def norm_of_weights(trainer: Trainer) -> Tensor | None:

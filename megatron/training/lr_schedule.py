@@ -34,6 +34,7 @@ def build_scheduler(
     warmup: float = samples(schedule.lr_warmup_samples, schedule.lr_warmup_iters)
     if schedule.lr_warmup_fraction is not None:  # not rounded, as in Megatron-LM
         warmup = schedule.lr_warmup_fraction * decay
+    updates = schedule.lr_warmup_iters or warmup / batches.final_global_batch_size
     start, end = schedule.start_weight_decay, schedule.end_weight_decay
     return kind(
         optimizer,
@@ -53,6 +54,7 @@ def build_scheduler(
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
         decoupled_lr=rates.decoupled_lr,
         decoupled_min_lr=rates.decoupled_min_lr,
+        lr_warmup_log_steps=updates if schedule.lr_warmup_style == "log" else None,
     )
 
 

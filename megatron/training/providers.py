@@ -114,5 +114,10 @@ class Providers:
     """The script's functions for data of evaluations other than losses."""
     use_torch_distributed: bool = False
     """The functions call torch.distributed themselves, so torch.distributed is initialised for one process too."""
+    own_vocabulary: bool = False
+    """Whether `build_model` decides about the size of the vocabulary, so that checkpoints may differ from the
+    tokenizer's."""
+    cuts_shared_batches: bool = False
+    """Whether the forward step cuts each batch over `batch.local_cp_size` ranks, for --hybrid-context-parallel."""
     publication: Publication = field(default_factory=Publication)
     """Is told of the run, for code that is not handed it."""

@@ -1,10 +1,17 @@
-"""Ends a run after loss spikes, or takes it back to a checkpoint (--loss-spike-action rewind)."""
+"""Ends a run after loss spikes, or takes it back to a checkpoint (--loss-spike-action rewind). Takes a step back to its
+start, to repeat it (--rerun-mode)."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
+from megatron.core.ops.fp8.recipes import DelayedScaling
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.training.data.step_data import StepData
 from megatron.training.hooks.exit import ExitDecision
+from megatron.training.log.finite import GradientProbe
 from megatron.training.rewind_record import Rewind
 from megatron.training.trainer import Trainer
 
@@ -64,3 +71,34 @@ def _newest_before(trainer: Trainer, iteration: int) -> tuple[Path, int] | None:
 
     chosen = RankCoordinator(trainer.exit.group).run_on_first(find)
     return None if chosen is None else (Path(str(chosen[0])), int(chosen[1]))
+
+
+def mark_step_start(
+    model: Sequence[Any], optimizer: MegatronOptimizer, data: StepData | None, probe: GradientProbe | None
+) -> Callable[[], bool]:
+    """Marks the start of a step. Returns a function that restores data, gradients, the biases of experts and the
+    histories of delayed fp8 scaling as they are now. That function returns False if the data is a script's own
+    iterator, which cannot go back."""
+    if data is not None:
+        data.keep_step()
+    modules = [module for chunk in model for module in chunk.modules()]
+    routers = [module for module in modules if getattr(module, "expert_bias", None) is not None]
+    biases = [router.expert_bias.detach().clone() for router in routers]
+    histories = [module.mark_step_start() for module in modules if isinstance(module, DelayedScaling)]
+
+    def go_back_to_start() -> bool:
+        if data is None or not data.rewind():
+            return False
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        for router, bias in zip(routers, biases, strict=True):
+            router.expert_bias.copy_(bias)
+            router.take_tokens_per_expert()
+        for restore_history in histories:
+            restore_history()
+        if probe is not None:
+            probe.take_tensors()
+        return True
+
+    return go_back_to_start

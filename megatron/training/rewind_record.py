@@ -21,10 +21,12 @@ from typing import Any
 from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.checkpoint import check_files, open_checkpoint
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
-from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint, Manifest, OutdatedCheckpoint
+from megatron.core.dist_checkpointing.store_disk import disk_at
 from megatron.core.exceptions import UserError
-from megatron.core.utils.files import parse_json, read_regular_file, write_atomically
+from megatron.core.utils.files import parse_json, read_regular_file
+from megatron.core.utils.store_path import place
+from megatron.core.utils.stores import StoreError
 from megatron.training.config.checkpoint import CheckpointConfig
 
 RECORD = "rewinds.json"
@@ -123,6 +125,8 @@ def read_record(root: Path) -> Rewinds:
         return Rewinds()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
+    except StoreError:
+        raise
     except ValueError:
         content = None
     return Rewinds.from_json(content.get("rewinds") if isinstance(content, dict) else None, path)
@@ -133,8 +137,9 @@ def write_record(root: Path, rewinds: Rewinds) -> None:
     path = root / RECORD
     try:
         if len(rewinds):
-            root.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps({"rewinds": rewinds.to_json()}) + "\n")
+            disk = disk_at(root)
+            disk.make_directory(root)
+            disk.replace_file(path, (json.dumps({"rewinds": rewinds.to_json()}) + "\n").encode())
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
@@ -179,9 +184,10 @@ class RewindRecord:
             )
 
     def _iterations_under_save(self) -> set[int]:
-        root = Path(self.flags.save or "")
+        root = place(self.flags.save or "")
 
-        return set(RankCoordinator().run_on_first(lambda: _steps_in(root)))
+        found = RankCoordinator().run_on_first(lambda: [folder.step for folder in folders.candidates(root)])
+        return {step for step in found if isinstance(step, int)}
 
     def is_in_save(self, folder: Path, *, temporary: bool = False) -> bool:
         """Whether the folder of a checkpoint is in that of --save, links resolved. With `temporary` also whether it is
@@ -190,7 +196,7 @@ class RewindRecord:
         save = self.flags.save
         if save is None:
             return False
-        roots = [Path(save), temporary_folder(self.flags, save) if temporary else None]
+        roots = [place(save), temporary_folder(self.flags, save) if temporary else None]
         own = [root for root in roots if root is not None]
         return RankCoordinator().run_on_first(lambda: folder.parent.resolve() in [root.resolve() for root in own])
 
@@ -241,7 +247,7 @@ class RewindRecord:
         Collective."""
 
         def read() -> dict[str, list[dict[str, int]]]:
-            return {str(Path(root, RECORD)): read_record(Path(root)).to_json() for root in roots if root is not None}
+            return {str(place(root) / RECORD): read_record(place(root)).to_json() for root in roots if root is not None}
 
         found = RankCoordinator().run_on_first(read)
         return {path: Rewinds.from_json(values, path) for path, values in found.items()}
@@ -253,10 +259,12 @@ class RewindRecord:
         outdated; None if there is none. It looks under --save and --load. With --finetune the checkpoints under --load
         belong to another run. Those that an earlier run has left under --save do not count either."""
         roots = [self.flags.save, None if self.flags.finetune else self.flags.load]
-        found = [(each, Path(root)) for root in dict.fromkeys(roots) if root for each in folders.candidates(Path(root))]
+        found = [
+            (each, place(root)) for root in dict.fromkeys(roots) if root for each in folders.candidates(place(root))
+        ]
         for folder, root in sorted(found, key=lambda each: each[0].iteration, reverse=True):
             step = folder.step
-            is_of_another = root == Path(self.flags.save or "") and step in (self._earlier or ())
+            is_of_another = root == place(self.flags.save or "") and step in (self._earlier or ())
             if isinstance(step, int) and step < iteration and not is_of_another and self._is_usable(folder.path):
                 return root, step
         return None
@@ -284,7 +292,7 @@ class RewindRecord:
             self._earlier.discard(iteration)
 
     def _forget_earlier_run(self) -> None:
-        root = Path(self.flags.save or "")
+        root = place(self.flags.save or "")
         if (root / RECORD).exists():
             self.say(f"{root / RECORD} is deleted: it is of an earlier run, from which this one does not continue")
             write_record(root, Rewinds())
@@ -296,7 +304,11 @@ class RewindRecord:
 
     def _write(self, iteration: int) -> None:
         assert self.flags.save is not None
-        root, temporary, disk = Path(self.flags.save), temporary_folder(self.flags, self.flags.save), Disk()
+        root, temporary, disk = (
+            place(self.flags.save),
+            temporary_folder(self.flags, self.flags.save),
+            disk_at(place(self.flags.save)),
+        )
         write_record(root, self.rewinds)
         try:
             folders.write_tracker(disk, root, iteration)
@@ -308,15 +320,11 @@ class RewindRecord:
 
 
 def temporary_folder(flags: CheckpointConfig, root: str) -> Path | None:
-    """Returns the folder of the temporary checkpoints that belong to those in `root`; None without them."""
-    if flags.non_persistent_save_interval is None:
+    """Returns the folder of the temporary checkpoints that belong to those in `root`; None if there is none that all
+    ranks share."""
+    if flags.non_persistent_save_interval is None or flags.non_persistent_ckpt_type == "local":
         return None
-    assert flags.non_persistent_ckpt_type in (None, "global")
-    return Path(flags.non_persistent_global_ckpt_dir or Path(root, "non_persistent"))
-
-
-def _steps_in(root: Path) -> list[int]:
-    return [folder.step for folder in folders.candidates(root) if isinstance(folder.step, int)]
+    return place(flags.non_persistent_global_ckpt_dir or place(root) / "non_persistent")
 
 
 def _refuse_outdated(manifest: Manifest, decided: Rewinds, source: str = "") -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.adapters.attach import is_adapter
 from megatron.core.dist_checkpointing.chunk import AVERAGE, MASTER, Chunk, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed import DistributedDataParallel
@@ -92,6 +93,13 @@ def weight_chunks(model: Sequence[nn.Module], groups: ProcessGroupCollection) ->
             yield from model_chunks(chunk, lambda info: replica_ranks(info, groups))
 
 
+def kept_weight_chunks(
+    model: Sequence[nn.Module], groups: ProcessGroupCollection, *, adapters_alone: bool
+) -> Iterator[Chunk]:
+    """Yields those of `weight_chunks` that checkpoints of a run keep: the adapters alone if it trains adapters."""
+    return (chunk for chunk in weight_chunks(model, groups) if is_adapter(chunk.name) or not adapters_alone)
+
+
 def weights_are_finite(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> bool:
     """Returns whether all weights on all ranks are finite. Waits for the device. Collective."""
     largest = [
@@ -103,7 +111,9 @@ def weights_are_finite(model: Sequence[nn.Module], groups: ProcessGroupCollectio
     return all(RankCoordinator().gather(mine))
 
 
-def checkpoint_bytes(parts: SavedParts, groups: ProcessGroupCollection, with_optimizer: bool) -> float:
+def checkpoint_bytes(
+    parts: SavedParts, groups: ProcessGroupCollection, with_optimizer: bool, *, adapters_alone: bool = False
+) -> float:
     """Returns this rank's share of the bytes of a checkpoint's tensors: ranks that hold the same tensor share it
     equally. Changes nothing. Weights that exist only in fp8 count with one byte per element, although files store them
     in the model's type."""
@@ -111,6 +121,7 @@ def checkpoint_bytes(parts: SavedParts, groups: ProcessGroupCollection, with_opt
         info.box.numel * parameter.element_size() / len(replica_ranks(info, groups))
         for chunk in parts.model
         for parameter, info in named_infos(chunk)
+        if is_adapter(info.name) or not adapters_alone
     )
     states = parts.optimizer.state_chunks() if with_optimizer else ()
     return sum(weights) + sum(chunk.tensor.nbytes / max(len(chunk.holders), 1) for chunk in states)

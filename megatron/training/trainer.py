@@ -22,9 +22,7 @@ from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.loaders import WorkerCrashed, WorkerStopped, error_of_worker
-from megatron.training.data.splits import Splits, ValidationSet
-from megatron.training.data.step_data import StepData
-from megatron.training.evaluate import EvaluationResult, evaluate, full_pass
+from megatron.training.data.splits import Splits
 from megatron.training.evaluation.predictor import LayoutPredictor
 from megatron.training.evaluation.tasks import EvaluationTasks
 from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
@@ -32,15 +30,12 @@ from megatron.training.hooks.hook import Hooks
 from megatron.training.launch.environment import Environment
 from megatron.training.launch.errors import write_launcher_error_file
 from megatron.training.log.finite import GradientProbe
-from megatron.training.log.records import StepResult, TaskRecord, ValidationRecord
+from megatron.training.log.records import StepResult
 from megatron.training.log.training_log import TrainingLog
 from megatron.training.loss_spikes import LossSpikes
 from megatron.training.providers import ForwardStep, NonLossFunctions
 from megatron.training.skipped_updates import SkippedUpdates
 from megatron.training.state import SavedParts, TrainState
-
-OF_AVERAGE = "-ema"
-"""End of the names of splits and tasks that the moving average of the weights was evaluated on (--ema-decay)."""
 
 
 @dataclass
@@ -85,7 +80,7 @@ class Trainer:
         self.last_step: StepResult | None = None
         self.evaluations: dict[str, Mapping[str, float]] = {}
         self.hooks.attach(self)
-        self._last_validated: int | None = None
+        self.last_validated: int | None = None
 
     @property
     def phase(self) -> str:
@@ -124,7 +119,7 @@ class Trainer:
         self.splits.train.begin(self.state.iteration)
         if self.splits.train.recent is not None:
             self.splits.train.recent.begin(self.state)
-        return self.batches.num_microbatches
+        return self.splits.train.count(self.batches.num_microbatches)
 
     def record_step(self, result: StepResult) -> None:
         """Counts what a step consumed, and whether its update was skipped. Passes its results to the log."""
@@ -172,118 +167,6 @@ class Trainer:
         first = self.config.evaluation.start_eval_at_iter or 0
         due = interval and self.state.iteration % interval == 0 and self.state.iteration >= first
         return bool(due and (self.splits.valid is not None or self.tasks is not None))
-
-    def evaluate(self, split: str, *, at_end: bool = False) -> None:
-        """Runs --eval-iters global batches of a split (`valid` or `test`) through the model, or with --full-validation
-        the whole validation set, and logs the mean loss over their tokens. With --multiple-validation-sets it does so
-        for each set; `consumed_valid_samples` counts the samples of one of them, since all advance together. The tasks
-        of --eval-tasks follow the validation set. `at_end`: the log names the split in the words for the end of a
-        run."""
-        data: StepData | None = getattr(self.splits, split)
-        data = data if self.config.evaluation.eval_iters else None
-        tasks = self.tasks if split == "valid" else None
-        if data is None and tasks is None:
-            return
-        if split == "valid":
-            self._last_validated = self.state.iteration
-        sets = self.splits.valid_sets if split == "valid" else ()
-        sets = sets or (() if data is None else (ValidationSet(lambda: data),))
-        with self.log.paused(), self.in_phase("evaluation"):
-            self.hooks.before_evaluate(self.state.iteration)
-            self.evaluations = {}
-            results = self._evaluate_model(sets, tasks)
-            if split == "valid" and results:
-                self.state.consumed_valid_samples += results[0].samples
-            averaged = []
-            if self.optimizer.average is not None and not any(result.interrupted for result in results):
-                with self.optimizer.average.in_place_of_weights():
-                    averaged = self._evaluate_model(sets, tasks, of=OF_AVERAGE)
-            name = {"valid": "validation"}.get(split, split)
-            names = [name if each.name is None else f"{name}-{each.name}" for each in sets]
-            found = [*zip(names, results, strict=False)]
-            found += [(f"{name}{OF_AVERAGE}", result) for name, result in zip(names, averaged, strict=False)]
-            self.evaluations |= {name: result.losses for name, result in found if result.losses}
-            self.hooks.after_evaluate(self.state.iteration)
-            for number, (title, result) in enumerate(found):
-                self._log_evaluation(result, title, at_end, is_named=title != name)
-                if number < len(results):
-                    self._process_non_loss_data(result)
-
-    def _evaluate_model(
-        self, sets: Sequence[ValidationSet], tasks: EvaluationTasks | None, of: str = ""
-    ) -> list[EvaluationResult]:
-        """Evaluates the model as it is on data sets, and scores and logs tasks, whose names get the end `of`. Returns
-        the result of each set, the last one perhaps interrupted."""
-        results = []
-        for each in sets:
-            results.append(self._evaluate_set(each))
-            if results[-1].interrupted:
-                return results
-        if tasks is not None:
-            self._score_tasks(tasks, of)
-        return results
-
-    def _evaluate_set(self, valid_set: ValidationSet) -> EvaluationResult:
-        """Runs one evaluation's part of a data set through the model."""
-        training, evaluation = self.config.training, self.config.evaluation
-        data, iterations = valid_set.open(), evaluation.eval_iters
-        if valid_set.num_samples is not None:
-            iterations = full_pass(valid_set.num_samples, evaluation.global_batch_size(training)).iterations
-        data.begin(self.state.iteration)
-        result = evaluate(
-            self.forward_backward,
-            self.forward_step,
-            data.iterators(len(self.model)),
-            self.model,
-            num_iterations=iterations,
-            num_microbatches=evaluation.num_microbatches(training, self.environment.groups.size("dp")),
-            micro_batch_size=evaluation.micro_batch_size(training),
-            seq_length=self.config.data.seq_length,
-            decoder_seq_length=self.config.decoder_seq_length,
-            device=self.device,
-            group=self.environment.groups.dp_cp if self.environment.groups.size("dp_cp") > 1 else None,
-            data_parallel_size=self.environment.groups.size("dp"),
-            should_stop=lambda: self.exit.poll() is not None,
-            non_loss=self.non_loss,
-        )
-        if valid_set.num_samples is not None:
-            data.close()
-        if result.interrupted and self.environment.logs:
-            print(f"evaluation stopped after {result.iterations} of {iterations} iterations", flush=True)
-        return result
-
-    def _score_tasks(self, tasks: EvaluationTasks, of: str) -> None:
-        """Scores the tasks of --eval-tasks and logs each when it is done."""
-        for found in tasks.scores(lambda: self.exit.poll() is not None):
-            iteration, consumed = self.state.iteration, self.state.consumed_train_samples
-            self.evaluations[found.task + of] = {metric: score.value for metric, score in found.scores.items()}
-            self.log.task(TaskRecord(iteration, found.task + of, found.pairs, found.documents, consumed))
-
-    def _process_non_loss_data(self, result: EvaluationResult) -> None:
-        """Passes an evaluation's data other than losses to the script's function, with the writer of --tensorboard-dir,
-        on the rank that logs. Without that flag it calls nothing, as in Megatron-LM."""
-        writer = self.log.tensorboard_writer
-        if self.non_loss is None or self.non_loss.process is None or writer is None or result.interrupted:
-            return
-        self.non_loss.process(result.non_loss_data, self.state.iteration, writer)
-
-    def _log_evaluation(self, result: EvaluationResult, split: str, at_end: bool, *, is_named: bool) -> None:
-        if not result.losses:
-            return
-        where = f"iteration {self.state.iteration} on {split} set" if at_end else None
-        if is_named:
-            where = f"iteration {self.state.iteration} on {split}"
-        record = ValidationRecord(
-            self.state.iteration,
-            result.losses,
-            split=split,
-            where=where,
-            consumed_samples=self.state.consumed_train_samples,
-            tokens=result.tokens,
-            samples=result.samples,
-            seconds=result.seconds,
-        )
-        self.log.validation(record)
 
     # Data ------------------------------------------------------------------------------------------------------------
 
@@ -366,16 +249,6 @@ class Trainer:
             where = "" if decision.reason is ExitReason.INTERVAL else f" (iteration {self.state.iteration})"
             print(f"{decision.message}{where}", flush=True)
 
-    def finish(self) -> None:
-        """Ends the run after the last iteration: saves the last checkpoint, then evaluates the validation set, unless
-        --eval-interval has done so after this iteration, and the test set."""
-        trained = not self.config.evaluation.skip_train
-        if trained and self.config.checkpoint.save is not None and self.state.iteration != self.checkpoints.last_saved:
-            self.save()
-        if self._last_validated != self.state.iteration:
-            self.evaluate("valid", at_end=True)
-        self.evaluate("test", at_end=True)
-
     def close(self) -> None:
         """Ends the run in order, data included. Every rank calls it."""
         self.close_training()
@@ -384,6 +257,7 @@ class Trainer:
     def close_training(self) -> None:
         """Ends the last save, hooks, exit agreement and log; the data stays open. Every rank calls it."""
         self.finish_save()
+        self.checkpoints.close(self.is_done() and self.checkpoints.last_saved == self.state.iteration)
         self.phase = "exit"
         self.hooks.on_exit(self.state.iteration)
         self.exit.close()

@@ -1,7 +1,6 @@
 """The command line, for the app and for user scripts."""
 
 import argparse
-import collections
 import os
 import shlex
 import subprocess
@@ -10,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.command_lines import ENTRY_DEFAULTS, SMALL, configured, megatron_lm_commands, smallest_world
+from support.command_lines import ENTRY_DEFAULTS, SMALL, megatron_lm_commands, smallest_world
 from support.programs import python
 
 from megatron.training.arguments import config_of_command_line, configure
@@ -33,14 +32,18 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> "object":
 # Megatron-LM's commands
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=[row["source"] for row in COMMANDS])
-def test_a_command_for_megatron_lm_makes_a_config_or_is_refused_for_reasons(command: dict[str, str]) -> None:
-    argv, defaults = shlex.split(command["command"]), ENTRY_DEFAULTS.get(command["entry"])
-    try:
-        configure(argv, None, defaults, launch_environment=LaunchEnvironment(smallest_world(argv), True))
-    except ConfigurationError as error:
-        for problem in error.problems:
-            assert _is_a_reason(problem), problem
+def test_commands_for_megatron_lm_run_today_or_are_refused_for_reasons() -> None:
+    """The number of those that run may only grow."""
+    refused = 0
+    for command in COMMANDS:
+        argv, defaults = shlex.split(command["command"]), ENTRY_DEFAULTS.get(command["entry"])
+        try:
+            configure(argv, None, defaults, launch_environment=LaunchEnvironment(smallest_world(argv), True))
+        except ConfigurationError as error:
+            refused += 1
+            strange = [problem for problem in error.problems if not _is_a_reason(problem)]
+            assert not strange, (command["source"], strange)
+    assert len(COMMANDS) == 201 and refused <= 5
 
 
 def _is_a_reason(problem: str) -> bool:
@@ -49,8 +52,7 @@ def _is_a_reason(problem: str) -> bool:
     return any(
         words in problem
         for words in (
-            "--fp8-recipe mxfp8 needs a Blackwell GPU",
-            "distillation from a teacher is out of scope",
+            "train_distilled.py --teacher DIR distils",
             "GPT2BPETokenizer needs both",  # BERT's commands, of which this is not the default tokenizer's script
             "is missing: ",  # commands that take their model from a checkpoint, or have no flags at all
             "spreads experts over ranks: it needs --num-experts",  # likewise
@@ -60,34 +62,15 @@ def _is_a_reason(problem: str) -> bool:
     )
 
 
-def test_how_many_commands_for_megatron_lm_run_today() -> None:
-    """This number may only grow."""
-    counts: collections.Counter[bool] = collections.Counter()
-    for command in COMMANDS:
-        argv, defaults = shlex.split(command["command"]), ENTRY_DEFAULTS.get(command["entry"])
-        try:
-            configure(argv, None, defaults, launch_environment=LaunchEnvironment(smallest_world(argv), True))
-        except ConfigurationError:
-            counts[False] += 1
-        else:
-            counts[True] += 1
-    assert counts[True] >= 164 and counts.total() == 201
-
-
-def test_the_oldest_guides_command_runs_as_it_is() -> None:
-    config = configured(
-        base="--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 12 --hidden-size 768 "
-        "--num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 "
-        "--global-batch-size 16 --lr 0.00015 --train-iters 500000 --lr-decay-iters 320000 --lr-decay-style cosine "
-        "--min-lr 1.0e-5 --weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --fp16 "
-        "--data-path codeparrot_text_document --vocab-file vocab.json --merge-file merges.txt --save checkpoints "
-        "--save-interval 1000 --log-interval 100 --eval-interval 1000 --eval-iters 10 "
-        "--activations-checkpoint-method uniform"
-    )
-    transformer = config.transformer
-    assert transformer.recompute_granularity == "full" and transformer.recompute_method == "uniform"
-    assert transformer.recompute_num_layers == 1 and config.tokenizer.family == "GPT2BPETokenizer"
-    assert config.data.split == "969,30,1"
+def test_commands_that_others_published_run() -> None:
+    """Scripts of vendors, computing centres and guides."""
+    commands = megatron_lm_commands("published_commands")
+    for command in commands:
+        argv = command["command"].split()
+        ranks = 16 if "--hybrid-context-parallel" in argv else 1  # its rows of 131,072 have room on 16 ranks
+        world = max(smallest_world(argv), ranks)
+        configure(argv, None, None, launch_environment=LaunchEnvironment(world, True))
+    assert len(commands) == 36
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from support.runs import TINY, Outcome, logger_of, state_at_end, train, train_al
 from megatron.core.distributed import distributed_data_parallel
 from megatron.core.distributed.exact_sums import FixedPoint
 
-BASE = TINY.replace("--global-batch-size 4", "--global-batch-size 24")
+BASE = TINY.replace("--global-batch-size 4", "--global-batch-size 8")
+OF_3_RANKS = "--global-batch-size 24"
 RUN = "--train-iters 3 --lr-warmup-iters 1 --deterministic-mode --untie-embeddings-and-output-weights"
 EXACT = "--exact-data-parallel-sums"
 PER_TOKEN = "--calculate-per-token-loss --reset-position-ids --reset-attention-mask --eod-mask-loss --balanced-packing"
@@ -52,7 +53,7 @@ def test_two_ranks_give_the_bits_of_one_process(corpus: str) -> None:
 def test_any_number_of_ranks_and_any_sharding_give_the_bits_of_one_process(
     corpus: str, ranks: int, precision: str
 ) -> None:
-    check(f"{RUN} {EXACT} {precision} --data-path {corpus}", ranks, list(STRATEGIES))
+    check(f"{RUN} {EXACT} {precision} {OF_3_RANKS} --data-path {corpus}", ranks, list(STRATEGIES))
 
 
 def test_without_the_flag_the_bits_differ(corpus: str) -> None:
@@ -63,7 +64,7 @@ def test_without_the_flag_the_bits_differ(corpus: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks_and_another_sharding(corpus: str, tmp_path: Path) -> None:
-    flags = f"{RUN} {EXACT} --bf16 --data-path {corpus} --lr-decay-iters 4 --save-interval 1"
+    flags = f"{RUN} {EXACT} {OF_3_RANKS} --bf16 --data-path {corpus} --lr-decay-iters 4 --save-interval 1"
     alone = train(f"{flags} --train-iters 4", base=BASE)
     saved = f"{flags} --save {tmp_path / 'run'} --load {tmp_path / 'run'}"
     train_all_on_ranks([f"{saved} --train-iters 1 {STRATEGIES['ZeRO-1']}"], 2, base=BASE)

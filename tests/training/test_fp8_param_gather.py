@@ -16,7 +16,8 @@ from megatron.core.distributed.fp8_unit import Fp8Unit
 from megatron.core.ops.transformer_engine import engine
 from megatron.training.trainer import Trainer
 
-FLAGS = "--mock-data --eval-interval 3 --eval-iters 1 --hidden-size 32 --ffn-hidden-size 64 --fp8-format hybrid --bf16"
+STEPS = 3
+FLAGS = "--mock-data --eval-interval 2 --eval-iters 1 --hidden-size 32 --ffn-hidden-size 64 --fp8-format hybrid --bf16"
 TENSORWISE = f"{FLAGS} --fp8-recipe tensorwise"
 DELAYED = f"{FLAGS} --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
 BLOCKWISE = f"{FLAGS} --fp8-recipe blockwise"
@@ -62,12 +63,12 @@ def measured(flags: Sequence[str]) -> list[Measured]:
 
 def with_and_without(flags: str, ranks: int) -> tuple[list[Measured], list[Measured]]:
     """Returns the runs of all ranks without the flag, and those with it, after checking that they computed the same."""
-    each = [f"{flags} --train-iters 4", f"{flags} --train-iters 4 {GATHER}"]
+    each = [f"{flags} --train-iters {STEPS}", f"{flags} --train-iters {STEPS} {GATHER}"]
     by_rank = [measured(each)] if ranks == 1 else run_on_ranks(measured, ranks, each)
     without, with_flag = ([runs[number] for runs in by_rank] for number in range(2))
     ours, exact = ([run.outcome for run in runs] for runs in (with_flag, without))
     assert all(run.fp8_elements > 0 for run in with_flag) and not any(run.fp8_elements for run in without)
-    assert logger_of(ours).losses == logger_of(exact).losses and len(logger_of(ours).losses) == 4
+    assert logger_of(ours).losses == logger_of(exact).losses and len(logger_of(ours).losses) == STEPS
     norms = [[step.grad_norm for step in logger_of(runs).steps] for runs in (ours, exact)]
     assert norms[0] == norms[1] and norms[0][0] is not None
     assert [v.losses for v in logger_of(ours).validations] == [v.losses for v in logger_of(exact).validations]
@@ -93,7 +94,7 @@ def test_results_are_equal_to_the_bit(recipe: str, model: str) -> None:
     for before, after in zip(without, with_flag, strict=True):
         # 2 bytes in bfloat16 become 1 byte in fp8; the shard in bfloat16 follows from the main weights.
         assert after.weight_bytes == before.weight_bytes - after.fp8_elements
-        gathers = 4 * after.fp8_elements  # in bytes, of the updates; the first step gathers once more
+        gathers = STEPS * after.fp8_elements  # in bytes, of the updates; the first step gathers once more
         assert after.gathered["uint8"] == gathers + after.fp8_elements
         assert before.gathered["bfloat16"] - after.gathered["bfloat16"] == 2 * gathers
 

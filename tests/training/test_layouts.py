@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.training.log.jsonl import read_metrics
 
 BASE = f"{TINY} --num-layers 4 --num-attention-heads 4"
-RUN = "--fp64 --train-iters 3 --eval-interval 2 --eval-iters 1 --lr-warmup-iters 1"
+RUN = "--fp64 --train-iters 2 --eval-interval 1 --eval-iters 1 --lr-warmup-iters 1"
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss --calculate-per-token-loss --balanced-packing"
 
 TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
@@ -37,7 +37,6 @@ LAYOUTS = {
     "context": {
         "CP": CP2,
         "CP by heads": f"{CP2} --cp-comm-type a2a",
-        "CP gathered": f"{CP2} --cp-comm-type all_gather",
     },
     "data": {
         "DP": "",

@@ -19,6 +19,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.exit import ExitDecision, ExitReason
 from megatron.training.loop import run_pretraining
+from megatron.training.rewind import mark_step_start
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop
@@ -82,6 +83,7 @@ class FakeTrainer:
 
 def calls_of(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[ExitDecision | None, list[str]]:
     monkeypatch.setattr(loop, "train_step", lambda trainer: "step")
+    monkeypatch.setattr(loop, "evaluate_split", FakeTrainer.evaluate)
     return loop.train(trainer), trainer.calls
 
 
@@ -194,7 +196,7 @@ def test_losses_of_every_micro_batch_count_and_none_are_finite() -> None:
 
 def test_a_step_that_is_computed_again_begins_without_gradients() -> None:
     chunk, data = Mock(modules=list), Mock(rewind=lambda: True)
-    go_back_to_start = loop.mark_step_start([chunk], Mock(), data, None)
+    go_back_to_start = mark_step_start([chunk], Mock(), data, None)
     assert go_back_to_start()
     chunk.zero_grad_buffer.assert_called_once_with()
 

@@ -177,7 +177,8 @@ def test_what_an_installation_brings() -> None:
 def test_an_installation_needs_no_compiler(tmp_path: Path) -> None:
     """`pip install --no-build-isolation .[mlm,dev]`, where what it depends on is installed."""
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "megatron", source / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("megatron", "tools"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     install = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]

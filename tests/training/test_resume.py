@@ -13,7 +13,7 @@ PRECISIONS = {
 MAIN_GRADS = (
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --megatron-fsdp-main-grads-dtype bf16"
 )
-FLAGS = "--train-iters 20 --eval-interval 6 --eval-iters 2 --clip-grad 0.5 --lr-warmup-iters 3 --min-lr 1e-3"
+FLAGS = "--train-iters 10 --eval-interval 3 --eval-iters 1 --clip-grad 0.5 --lr-warmup-iters 2 --min-lr 1e-3"
 TWO_MICRO_BATCHES = "--micro-batch-size 2"
 
 
@@ -26,16 +26,16 @@ def test_dropout_is_on_by_default(corpus):
 
 @pytest.mark.fast("bf16")
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_twenty_iterations_are_ten_and_ten(tmp_path, corpus, precision):
+def test_ten_iterations_are_five_and_five(tmp_path, corpus, precision):
     flags = f"{PRECISIONS[precision]} --data-path {corpus} {FLAGS} {TWO_MICRO_BATCHES}"
     straight = train(flags)
     folders = f"--save {tmp_path} --load {tmp_path}"
-    first = train(f"{flags} {folders} --exit-interval 10")
+    first = train(f"{flags} {folders} --exit-interval 5")
     second = train(f"{flags} {folders}")
-    assert first.decision is not None and first.at_end["state"]["iteration"] == 10
+    assert first.decision is not None and first.at_end["state"]["iteration"] == 5
     assert differences(second.at_start, first.at_end) == []
     assert differences(second.at_end, straight.at_end) == []
-    assert first.losses + second.losses == straight.losses and len(straight.losses) == 20
+    assert first.losses + second.losses == straight.losses and len(straight.losses) == 10
     assert first.sample_ids + second.sample_ids == straight.sample_ids
     assert losses_of_evaluations(first, second) == losses_of_evaluations(straight)
     if precision == "fp16":
@@ -47,11 +47,11 @@ def test_saves_in_the_background_are_those_of_their_steps(tmp_path, corpus, caps
     """Training goes on while a checkpoint is written. What is loaded is the state of the step that began it."""
     flags = f"--data-path {corpus} {FLAGS} {TWO_MICRO_BATCHES}"
     straight = train(flags)
-    first = train_on_ranks(f"{flags} --save {tmp_path} --async-save --save-interval 4 --exit-interval 10", 2)
-    assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == [f"iter_{n:07d}" for n in (4, 8, 10)]
-    second = train(f"{flags} --save {tmp_path} --load {tmp_path} --async-save --ckpt-step 8 --save-interval 100")
-    assert first[0].losses[:8] + second.losses == pytest.approx(straight.losses, rel=1e-5)
-    assert "successfully saved checkpoint from iteration      20" in capsys.readouterr().out
+    first = train_on_ranks(f"{flags} --save {tmp_path} --async-save --save-interval 2 --exit-interval 5", 2)
+    assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == [f"iter_{n:07d}" for n in (2, 4, 5)]
+    second = train(f"{flags} --save {tmp_path} --load {tmp_path} --async-save --ckpt-step 4 --save-interval 100")
+    assert first[0].losses[:4] + second.losses == pytest.approx(straight.losses, rel=1e-5)
+    assert "successfully saved checkpoint from iteration      10" in capsys.readouterr().out
     # The counts of validation samples differ: the last evaluation comes after the last save.
     assert differences(train(f"{flags} --load {tmp_path}").at_start, second.at_end) == ["state"]
 
@@ -75,8 +75,8 @@ def test_data_workers_change_nothing(tmp_path, corpus):
     same = f"--data-path {corpus} {FLAGS} {TWO_MICRO_BATCHES}"
     flags = f"{same} --save {tmp_path} --load {tmp_path}"
     straight = train(same)
-    first = train(f"{flags} --exit-interval 10 --num-workers 2")
-    second = train(f"{flags} --exit-interval 15 --num-workers 0")
+    first = train(f"{flags} --exit-interval 5 --num-workers 2")
+    second = train(f"{flags} --exit-interval 7 --num-workers 0")
     third = train(f"{flags} --num-workers 1")
     assert differences(third.at_end, straight.at_end) == []
     assert first.losses + second.losses + third.losses == straight.losses
@@ -109,16 +109,16 @@ def test_train_samples_count_those_of_earlier_batches(tmp_path, corpus, capsys):
 )
 def test_other_numbers_of_data_parallel_ranks_between(tmp_path, corpus, precision, tolerance):
     """2 ranks, then 1, then 4: what is loaded is what was saved, samples go on, losses agree to rounding."""
-    flags = f"{precision} --data-path {corpus} {FLAGS} --train-iters 12"
+    flags = f"{precision} --data-path {corpus} {FLAGS} --train-iters 6"
     folders = f"--save {tmp_path} --load {tmp_path}"
     straight = train_on_ranks(flags, 2)
-    first = train_on_ranks(f"{flags} {folders} --exit-interval 5", 2)
-    (second,) = train_on_ranks(f"{flags} {folders} --exit-interval 9", 1)
+    first = train_on_ranks(f"{flags} {folders} --exit-interval 2", 2)
+    (second,) = train_on_ranks(f"{flags} {folders} --exit-interval 4", 1)
     third = train_on_ranks(f"{flags} {folders}", 4)
     assert differences(second.at_start, first[0].at_end) == []
     assert all(differences(rank.at_start, second.at_end) == [] for rank in third)
     ids = [stream(first), stream([second]), stream(third)]
-    assert [number for part in ids for number in part] == stream(straight) == list(range(48))
+    assert [number for part in ids for number in part] == stream(straight) == list(range(24))
     losses = first[0].losses + second.losses + third[0].losses
     assert losses == pytest.approx(straight[0].losses, rel=tolerance)
-    assert len(losses) == 12
+    assert len(losses) == 6

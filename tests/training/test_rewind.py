@@ -97,20 +97,6 @@ def test_a_fine_tuned_run_goes_back_with_its_counts_and_optimizer(tmp_path):
     assert differences(found.at_end, without.at_end) == []
 
 
-@pytest.mark.slow
-def test_a_run_that_is_killed_after_it_went_back_continues_there(tmp_path, capsys):
-    """It goes back from 8 to 3. Checkpoint 6 and temporary checkpoint 7 have data that is left out."""
-    flags = f"{FLAGS} --loss-spike-action rewind --loss-spike-rewind-window 4 --save-interval 3 --save {tmp_path}"
-    flags += f" --non-persistent-save-interval 1 --load {tmp_path}"
-
-    with pytest.raises(Killed):
-        train(flags, before=dies_after_going_back(8))
-    capsys.readouterr()
-    train(flags)  # without a spike: nothing goes back any more
-    assert "loaded checkpoint of iteration       3" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "non_persistent").glob("iter_*")] == ["iter_0000011"]
-
-
 class Killed(RuntimeError):
     """Stands for a kill of the process."""
 
@@ -121,6 +107,7 @@ KILLED_AT = {
     "before temporary checkpoints are deleted": (folders, "delete"),
     "before the log": (TrainingLog, "go_back"),
     "before the data": (Splits, "close"),
+    "before the first step": (Trainer, "begin_step"),
 }
 REWINDS_TO_3 = (
     f"{FLAGS} --loss-spike-action rewind --loss-spike-rewind-window 4 --save-interval 3 "
@@ -137,7 +124,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
     return train(f"{REWINDS_TO_3} --save {folder}", before=plant(8)), folder
 
 
-SLOW = ("before the log", "before the data")
+SLOW = ("before the log", "before the data", "before the first step")
 
 
 @pytest.mark.fast("before the tracker")

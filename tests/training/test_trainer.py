@@ -66,6 +66,7 @@ def trainer(
             last_saved=None,
             finish_save=lambda: noted.append("finish_save"),
             leave_save=lambda: noted.append("leave_save"),
+            close=lambda is_complete: noted.append(f"checkpoints.close {is_complete}"),
             record=SimpleNamespace(rewinds=Rewinds()),
         ),
         **parts,
@@ -140,7 +141,8 @@ def test_an_early_exit_is_logged_and_printed(capsys: pytest.CaptureFixture[str])
 def test_the_end_in_order() -> None:
     calls: list[str] = []
     trainer(10, calls=calls).close()
-    assert calls == ["finish_save", "on_exit", "exit.close", "log.close", "data.close"]
+    closed = "checkpoints.close False"  # its last iteration is not saved
+    assert calls == ["finish_save", closed, "on_exit", "exit.close", "log.close", "data.close"]
 
 
 def test_a_failure_names_rank_and_phase_and_closes_without_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:

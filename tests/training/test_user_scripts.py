@@ -58,9 +58,8 @@ EXACT = "--make-vocab-size-divisible-by 1"
 # A script like Megatron-LM's
 
 
-def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
+def gpt_model(pre_process: bool, post_process: bool, **more: Any) -> GPTModel:
     args = get_args()
-    print_rank_0("building GPT model ...")
     return GPTModel(
         config=core_transformer_config_from_args(args),
         transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts, False, args.qk_layernorm),
@@ -71,7 +70,13 @@ def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTMo
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
+        **more,
     )
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
+    print_rank_0("building GPT model ...")
+    return gpt_model(pre_process, post_process)
 
 
 def get_batch(data_iterator: Any) -> tuple[Any, ...]:
@@ -102,7 +107,8 @@ def forward_step(data_iterator: Any, model: nn.Module, loss: Any = three_values)
     return model(tokens, position_ids, attention_mask, labels=labels), partial(loss, loss_mask)
 
 
-def datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
+def datasets_of(counts: list[int], builds: Any) -> tuple[Any, Any, Any]:
+    """Returns the data sets that the flags describe, on ranks that build them."""
     args = get_args()
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -115,14 +121,11 @@ def datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, 
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.reset_attention_mask,
     )
-    return tuple(
-        BlendedMegatronDatasetBuilder(
-            GPTDataset,
-            train_val_test_num_samples,
-            lambda: mpu.get_tensor_model_parallel_rank() == 0,
-            config,
-        ).build()
-    )
+    return tuple(BlendedMegatronDatasetBuilder(GPTDataset, counts, builds, config).build())
+
+
+def datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
+    return datasets_of(train_val_test_num_samples, lambda: mpu.get_tensor_model_parallel_rank() == 0)
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.processes import run_on_ranks
 from support.runs import TINY, Outcome, logger_of, run_script, train
 from torch import Tensor, nn
-from training.test_user_scripts import EXACT, losses_of, three_values
+from training.test_user_scripts import EXACT, datasets_of, gpt_model, losses_of, three_values
 
 from megatron.core import mpu
 from megatron.core.declarations.enums import ModelType
@@ -21,29 +21,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.data.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.data.datasets.utils import get_blend_from_list
 from megatron.facades import global_vars
 from megatron.facades.training import build_train_valid_test_data_iterators, evaluate, setup_model_and_optimizer
 from megatron.facades.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank, unwrap_model
-from megatron.training import get_args, get_tokenizer, initialize_megatron, train_step
+from megatron.training import get_args, initialize_megatron, train_step
 from megatron.training.arguments import core_transformer_config_from_args
 
 
 def model_of_stage(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
-    args = get_args()
-    return GPTModel(
-        config=core_transformer_config_from_args(args),
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        vp_stage=vp_stage,
-    )
+    return gpt_model(pre_process, post_process, vp_stage=vp_stage)
 
 
 def is_first_or_last(vp_stage: int | None) -> bool:
@@ -53,23 +39,7 @@ def is_first_or_last(vp_stage: int | None) -> bool:
 
 
 def datasets_of_stage(counts: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    args = get_args()
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=get_blend_from_list(args.data_path),
-        split=args.split,
-        tokenizer=get_tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=True,
-        create_attention_mask=False,
-    )
-
-    def builds() -> bool:
-        return is_first_or_last(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
-
-    return tuple(BlendedMegatronDatasetBuilder(GPTDataset, counts, builds, config).build())
+    return datasets_of(counts, lambda: is_first_or_last(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0)
 
 
 def step_of_stage(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:

@@ -28,7 +28,7 @@ class CheckpointConfig:
     """Saving and loading of checkpoints."""
 
     save: str | None = None
-    """Folder to save checkpoints into."""
+    """Folder to save checkpoints into, or the URL of one in an object store (s3://bucket/run)."""
 
     save_interval: int | None = flag(None, aliases=["--persistent-save-interval"], only_with="save")
     """Steps between two checkpoints. Without it, one checkpoint is saved when the run ends."""
@@ -41,8 +41,8 @@ class CheckpointConfig:
     The others are deleted once a newer one is complete."""
 
     load: str | None = None
-    """Folder to load from; its newest complete checkpoint is loaded. If it contains none, a new run starts and a line
-    says so."""
+    """Folder to load from, or the URL of one in an object store; its newest complete checkpoint is loaded. If it
+    contains none, a new run starts and a line says so."""
 
     ckpt_step: int | None = None
     """Load the checkpoint of this iteration instead of the newest, from --load or, without it, from
@@ -148,14 +148,35 @@ class CheckpointConfig:
     checkpoints of --save-interval."""
 
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = flag(
-        None, supported=[None, "global"], only_with="non_persistent_save_interval"
+        None, supported=[None, "global", "local"], only_with="non_persistent_save_interval"
     )
     """With --non-persistent-save-interval: where temporary checkpoints are kept. global (the default): in a folder that
-    all ranks read."""
+    all ranks read. local: each rank keeps its own state on its host; only a run of the same layout can load it."""
 
     non_persistent_global_ckpt_dir: str | None = flag(None, only_with="non_persistent_save_interval")
     """With --non-persistent-save-interval: folder of the temporary checkpoints. Default: `non_persistent` in the folder
     of --save, and of --load."""
+
+    non_persistent_local_ckpt_dir: str | None = flag(None, only_with="non_persistent_save_interval")
+    """With --non-persistent-ckpt-type local: folder on each host, for instance on its own disk, or in its memory
+    (/dev/shm/run)."""
+
+    non_persistent_local_ckpt_algo: Literal["fully_parallel", "atomic"] = flag(
+        "fully_parallel",
+        only_with="non_persistent_save_interval",
+        no_effect="each rank keeps all that it holds, so that only lost ranks need files of others",
+    )
+    """With --non-persistent-ckpt-type local: how the state is divided among ranks."""
+
+    replication: bool = flag(False, only_with="non_persistent_save_interval")
+    """With --non-persistent-ckpt-type local: other ranks keep copies too, so that a run goes on without a lost host."""
+
+    replication_jump: int | None = flag(None, only_with="replication")
+    """With --replication: rank n's copies are on ranks n + jump, n + 2 jump, ... Default: the ranks of a host, so that
+    copies are on other hosts; 1 on a single host."""
+
+    replication_factor: int = flag(2, only_with="replication")
+    """With --replication: copies of the state of each rank, its own included."""
 
     override_ckpt_iteration: int | None = flag(None, only_with="load")
     """Go on as if the checkpoint of --load had been saved after this iteration: the data continues with that
@@ -174,6 +195,17 @@ class CheckpointConfig:
                     "checkpoint would replace all others; give another"
                 )
                 break
+        local = self.non_persistent_ckpt_type == "local"
+        if local != (self.non_persistent_local_ckpt_dir is not None):
+            yield (
+                "{non_persistent_ckpt_type} needs {non_persistent_local_ckpt_dir:name}, a folder on each host"
+                if local
+                else "{non_persistent_local_ckpt_dir} needs {non_persistent_ckpt_type:name} local"
+            )
+        if self.replication and not local:
+            yield "{replication} needs {non_persistent_ckpt_type:name} local"
+        yield from too_small(self, ("replication_jump",), 1)
+        yield from too_small(self, ("replication_factor",), 2)
         if self.save_hf_interval and (not self.save_interval or self.save_hf_interval % self.save_interval):
             yield "{save_hf_interval}: give a multiple of {save_interval:name}, whose checkpoints are exported"
         if self.load_hf is not None and self.pretrained_checkpoint is not None:

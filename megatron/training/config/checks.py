@@ -8,7 +8,7 @@ it requires. All rules run, even after others have found problems, so they must 
 import math
 from collections.abc import Callable, Iterator
 from os.path import abspath
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -17,18 +17,20 @@ from megatron.core.declarations.config_fields import fields_of_problem, literal_
 from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.optimizer import OptimizerConfig, optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
-from megatron.data.tokenizer.config import TokenizerConfig
-from megatron.training.config import file_checks, graph_checks, model_families, parallel_checks, schedule_checks
-from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.core.utils.stores import StoreError
+from megatron.training.config import (
+    adapter_checks,
+    file_checks,
+    graph_checks,
+    model_families,
+    parallel_checks,
+    regrouping_checks,
+    schedule_checks,
+)
 from megatron.training.config.data import DataConfig
-from megatron.training.config.hardware import HardwareConfig
-from megatron.training.config.log import LoggingConfig, RecordsConfig
 from megatron.training.config.model import ACTIVATIONS, ModelConfig
-from megatron.training.config.parallel import ParallelConfig
-from megatron.training.config.resilience import FaultInjectorConfig, ResilienceConfig
-from megatron.training.config.schedule import ScheduleConfig
+from megatron.training.config.pretrain_config import config_classes
 from megatron.training.config.settings import Settings
-from megatron.training.config.training import EvaluationConfig, TrainingConfig
 
 Rule = Callable[[Settings], Iterator[str]]
 
@@ -45,9 +47,11 @@ def problems_of(settings: Settings) -> list[str]:
 
 def _problems_of(rule: Callable[[Settings], Iterator[str]], settings: Settings) -> Iterator[str]:
     """Yields the problems of a rule. A file that the system cannot look at is one: its name is too long, its folder
-    closed to this user, or a link leads to itself."""
+    closed to this user, or a link leads to itself; or a store does not let us look."""
     try:
         yield from rule(settings)
+    except StoreError as error:
+        yield literal_text(str(error))
     except OSError as error:
         yield literal_text(f"{error.filename}: {error.strerror}")
 
@@ -59,13 +63,21 @@ def _names_derived_values_only(problem: str, settings: Settings) -> bool:
 
 def missing_values(s: Settings) -> Iterator[str]:
     """Yields a problem for each missing value that a training run needs and a dry run does not."""
-    if s.lr is None and not s.skip_train:
-        yield "{lr:name} is missing: the learning rate at the top of the schedule, such as 3e-4"
-    if s.train_iters is None and s.train_samples is None and not s.skip_train:
-        yield "{train_iters:name} or {train_samples:name} is missing: how long to train"
+    if not (s.skip_train or s.loop_of_script):
+        yield from missing_schedule(s.lr, s.train_samples if s.train_iters is None else s.train_iters)
+    yield from adapter_checks.has_base(s)
     of_script = s.datasets_of_script or s.dataloader_type == "external"
     if not of_script and not s.build(DataConfig).sources():
         yield "{data_path:name} is missing: the prefix of preprocessed data; or --mock-data to try a run without data"
+
+
+def missing_schedule(lr: float | None, length: int | None) -> Iterator[str]:
+    """Yields a problem for each missing value that a schedule needs. `length`: steps or samples of the run. A script
+    that writes its own loop may only load a model; its optimizer asks again."""
+    if lr is None:
+        yield "{lr:name} is missing: the learning rate at the top of the schedule, such as 3e-4"
+    if length is None:
+        yield "{train_iters:name} or {train_samples:name} is missing: how long to train"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -74,25 +86,10 @@ def missing_values(s: Settings) -> Iterator[str]:
 
 def _each_config(s: Settings) -> Iterator[str]:
     """The app's dataclasses are valid."""
-    configs = [s.build(config_class) for config_class in _CONFIG_CLASSES]
-    for config in (s.build(ModelConfig, transformer=None), *configs):
-        yield from config.validate()
-
-
-_CONFIG_CLASSES: tuple[type[Any], ...] = (
-    TrainingConfig,
-    ScheduleConfig,
-    DataConfig,
-    EvaluationConfig,
-    CheckpointConfig,
-    LoggingConfig,
-    ParallelConfig,
-    HardwareConfig,
-    ResilienceConfig,
-    RecordsConfig,
-    FaultInjectorConfig,
-    TokenizerConfig,
-)
+    yield from s.build(ModelConfig, transformer=None).validate()
+    for config_class in config_classes().values():
+        if config_class is not ModelConfig and hasattr(config_class, "validate"):
+            yield from s.build(config_class).validate()
 
 
 def _library(s: Settings) -> Iterator[str]:
@@ -256,10 +253,15 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
             f"parallel ranks; {s.global_batch_size} is the value for this layout"
         )
     shares_micro_batches = (s.tensor_model_parallel_size, s.context_parallel_size) != (1, 1)
-    if s.fp8 is not None and s.fp8_recipe == "blockwise" and shares_micro_batches:
+    if s.fp8 is not None and s.fp8_recipe in ("blockwise", "mxfp8") and shares_micro_batches:
         yield (
             "{layout_invariant}: {fp8_recipe} cuts each rank's part of a tensor into blocks, which depend on "
             "{tensor_model_parallel_size} and {context_parallel_size}; tensorwise does not"
+        )
+    if s.fp4 is not None and shares_micro_batches:
+        yield (
+            "{layout_invariant}: {fp4} cuts each rank's part of a tensor into blocks, which depend on "
+            "{tensor_model_parallel_size} and {context_parallel_size}; --fp8-recipe tensorwise does not"
         )
     if s.fp8 is not None and s.transformer_impl == "transformer_engine" and uses_engine(s.transformer):
         yield (
@@ -305,6 +307,29 @@ def _weight_average(s: Settings) -> Iterator[str]:
         yield "{ema_decay}: checkpoints keep the average with the optimizer's state: leave out {no_save_optim:name}"
     if s.eval_fresh_samples:
         yield "{ema_decay} evaluates weights and average on the same samples: leave out {eval_fresh_samples:name}"
+
+
+def _weight_file(s: Settings) -> Iterator[str]:
+    """--param-nvme-offload-path goes with the other flags."""
+    if s.param_nvme_offload_path is None:
+        return
+    if s.data_parallel_size * s.context_parallel_size <= s.num_distributed_optimizer_instances:
+        yield "{param_nvme_offload_path} keeps weights that ranks share: give at least two data parallel ranks"
+    if s.ema_decay is not None:
+        yield "{param_nvme_offload_path}: an evaluation exchanges all weights for the average: leave out {ema_decay}"
+    if s.optimizer in ("muon", "dist_muon"):
+        yield "{param_nvme_offload_path}: {optimizer} updates whole matrices of all layers at once; adam and sgd work"
+    if s.qk_clip:
+        yield "{param_nvme_offload_path}: {qk_clip:name} scales weights after the updates of all layers; leave one out"
+    if s.fp8_param_gather:
+        yield "{param_nvme_offload_path}: weights in fp8 stay in memory; leave out {fp8_param_gather:name}"
+    if s.moe_use_upcycling:
+        yield "{param_nvme_offload_path}: {moe_use_upcycling:name} writes to weights in memory; upcycle in another run"
+    if s.use_precision_aware_optimizer and s.bf16 and s.main_params_dtype is torch.float32:
+        yield (
+            "{param_nvme_offload_path}: {use_precision_aware_optimizer:name} keeps main weights as the difference to "
+            "weights in memory: leave it out, or give {main_params_dtype:name} fp16"
+        )
 
 
 def _rewinds(s: Settings) -> Iterator[str]:
@@ -378,6 +403,7 @@ RULES: tuple[Rule, ...] = (
     parallel_checks.ranks,
     parallel_checks.ranks_of_experts,
     parallel_checks.ranks_of_nodes,
+    parallel_checks.copies_of_state,
     parallel_checks.tensor_parallel_groups,
     parallel_checks.sequence_length,
     parallel_checks.virtual_stages,
@@ -393,10 +419,12 @@ RULES: tuple[Rule, ...] = (
     schedule_checks.end_decay,
     schedule_checks.weight_decay,
     _upcycling,
+    adapter_checks.goes_with,
     file_checks.paths_are_not_empty,
     file_checks.files_exist,
     file_checks.evaluation_tasks,
     file_checks.settings_of_communicators,
+    file_checks.checkpoints_in_a_store,
     file_checks.data_in_object_stores,
     file_checks.folders_are_folders,
     file_checks.folders_can_be_written,
@@ -405,8 +433,10 @@ RULES: tuple[Rule, ...] = (
     graph_checks.micro_batch_graphs,
     _layout_invariance,
     parallel_checks.exact_sums,
+    regrouping_checks.regrouped_ranks,
     _external_data,
     _rewinds,
     _weight_average,
+    _weight_file,
     _numbers_are_finite,
 )

@@ -12,6 +12,7 @@ from megatron.core.exceptions import UserError
 from megatron.training.config.config_file import FileSetting, read_config_file
 from megatron.training.config.data import DATA_SOURCES
 from megatron.training.config.flag_table import GROUPS, SAME_THING, Flag, flag_table, flags_by_spelling
+from megatron.training.config.foreign.taking import finish_foreign_files, read_foreign_files, take_foreign_files
 from megatron.training.config.help_text import help_about, help_text, help_topic
 from megatron.training.config.recipes.catalogue import fields_of_recipes, recipe_named
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, is_flag, text_of, translate_all
@@ -41,6 +42,8 @@ class CommandLine:
     """Fields that a config file or a recipe has set. A flag of the command line replaces their value."""
     from_recipe: dict[str, Any] = field(default_factory=dict)
     """Fields that --recipe has set, with their value before."""
+    from_foreign: dict[str, str] = field(default_factory=dict)
+    """Fields that a file of another program has set, and the file and name there."""
     warnings: list[str] = field(default_factory=list)
     """Lines about retired flags and about unknown flags that the script ignores."""
 
@@ -64,7 +67,8 @@ def read_command_line(
     parser = _parser_of(extra_args_provider, line) if extra_args_provider is not None else None
     script_spellings = parser._option_string_actions if parser is not None else {}
     occurrences, strays = split_words(argv)
-    line.problems += [f"{word}: this word belongs to no flag" for word in strays]
+    said = line.warnings if ignore_unknown_args else line.problems
+    said += [f"{word}: this word belongs to no flag{_IGNORED if ignore_unknown_args else ''}" for word in strays]
     topic = help_topic(occurrences)
     if topic is not None:
         _print_help(parser or Parser(), topic)
@@ -73,12 +77,15 @@ def read_command_line(
         raise SystemExit(0)
     settings = _read_config_files(line, occurrences)
     take_recipe(line, [*(setting.occurrence for setting in settings), *occurrences])
+    foreign = read_foreign_files(line, occurrences)
+    take_foreign_files(line, foreign)
     of_script = _take_config_files(line, settings, script_spellings)
     replaced = list(_replaced_flags(occurrences))
     occurrences, warnings = translate_all(occurrences)
     line.warnings += [*warnings, *replaced]
     occurrences = _without_replaced_data(line, occurrences)
     of_script += take_all(line, occurrences, script_spellings, ignore_unknown_args)
+    finish_foreign_files(line, foreign)
     complete_recipe(line)
     if parser is not None:
         _take_script_arguments(line, parser, of_script)
@@ -88,6 +95,7 @@ def read_command_line(
     return line
 
 
+_IGNORED = ", and ignored as the script asks"
 _MIGRATION = "tools/migrate_args.py rewrites commands and scripts of other releases of Megatron-LM"
 
 
@@ -118,7 +126,7 @@ def take_all(
         elif occurrence.spelling in REFUSED:
             line.problems.append(f"{text_of(occurrence)}: {REFUSED[occurrence.spelling]}")
         elif ignore_unknown_args:
-            line.warnings.append(f"{occurrence.spelling}: unknown, and ignored as the script asks")
+            line.warnings.append(f"{occurrence.spelling}: unknown{_IGNORED}")
         else:
             line.problems.append(unknown_flag(occurrence.spelling, (*table, *script_spellings)))
     return of_script
@@ -226,6 +234,12 @@ def split_words(argv: Iterable[str]) -> tuple[list[Occurrence], list[str]]:
     return occurrences, strays
 
 
+def kept_words(occurrences: Iterable[Occurrence], is_kept: Callable[[Flag | None], bool]) -> list[str]:
+    """Returns the words of the flags that are kept. `is_kept` gets None for a flag that is not known."""
+    table = flags_by_spelling()
+    return [word for one in occurrences if is_kept(table.get(one.spelling)) for word in one.as_words()]
+
+
 def _replaced_flags(occurrences: Iterable[Occurrence]) -> Iterator[str]:
     """Yields a line for each flag that is given again with another value. Scripts append flags to change earlier ones,
     so the last one counts, as in argparse."""
@@ -299,6 +313,7 @@ def take_flag(line: CommandLine, flag: Flag, occurrence: Occurrence) -> None:
     line.given[flag.field] = spelling
     line.from_files.discard(flag.field)
     line.from_recipe.pop(flag.field, None)
+    line.from_foreign.pop(flag.field, None)
     line.broken.discard(flag.field)
     problem = _count_problem(flag, spelling, words)
     if problem is None and flag.switch is not None:

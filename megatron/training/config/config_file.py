@@ -1,12 +1,12 @@
 """--config: flags from a YAML or JSON file."""
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.yaml_files import reading_yaml
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
 from megatron.training.config.retired import Occurrence, is_flag
 
@@ -40,22 +40,10 @@ def read_config_file(path: str) -> tuple[list[FileSetting], list[str]]:
     A key is the name of a field or of a flag, with or without dashes (num_layers, num-layers). A switch is true or
     false, a list gives several words, null leaves the default.
     """
-    yaml = _load_yaml()
-    try:
-        text = Path(path).read_text("utf-8")
-    except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--config {path}: not UTF-8") from None
-    text, skipped = _part_between_marks(text)
-    try:
+    with reading_yaml(f"--config {path}") as yaml:
+        text, skipped = _part_between_marks(Path(path).read_text("utf-8"))
+    with reading_yaml(f"--config {path}", skipped):
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1 + skipped}" if mark is not None else ""
-        raise UserError(f"--config {path}{line}: {getattr(error, 'problem', None) or error}") from None
-    except RecursionError:
-        raise UserError(f"--config {path}: values are nested too deeply; settings are keys with plain values") from None
     if root is None:
         return [], []
     if not isinstance(root, yaml.MappingNode):
@@ -143,10 +131,3 @@ def _switch(key: str, flag: Flag, value: object, yaml: Any) -> Occurrence | None
     if not spellings and bool(flag.default) is not wanted:
         raise ValueError(f"{key}: cannot be {value.value}")
     return Occurrence(spellings[0]) if spellings else None
-
-
-def _load_yaml() -> Any:
-    try:
-        return importlib.import_module("yaml")
-    except ImportError as error:
-        raise UserError(f"--config needs the package PyYAML: pip install pyyaml (the extra [mlm]); {error}") from None

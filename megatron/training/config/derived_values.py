@@ -21,12 +21,13 @@ from megatron.core.transformer.layer_patterns import (
     prediction_letters,
     stages_of_pattern,
 )
+from megatron.core.utils.stores import is_url
 from megatron.data.datasets.utils import DEFAULT_SPLIT
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config import graph_checks
 from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.measured_defaults import MEASURED_RULES
-from megatron.training.config.settings import Settings, batch_steps
+from megatron.training.config.settings import Settings, batch_steps, gpus_of_node
 
 
 def derive_values(settings: Settings) -> list[str]:
@@ -171,6 +172,14 @@ def _latent_attention(s: Settings) -> str | None:
     return None
 
 
+def _no_evaluations(s: Settings) -> str | None:
+    if s.eval_iters is None or s.eval_iters >= 0:
+        return None
+    given = s.eval_iters
+    s.set_derived("eval_iters", 0)
+    return f"--eval-iters {given}: the run never evaluates, as with 0"
+
+
 def _number_formats(s: Settings) -> None:
     if s.apply_query_key_layer_scaling:
         s.set_derived("attention_softmax_in_fp32", True)
@@ -219,10 +228,15 @@ def _backend(s: Settings) -> str | None:
 
 def _parts_of_layers(s: Settings) -> str | None:
     """Reads graphs of parts of layers as graphs of whole micro-batches, which are as fast, where these can be made."""
-    if not graph_parts(s.transformer) or unknown_parts(s.transformer):
+    if unknown_parts(s.transformer) or not (graph_parts(s.transformer) or s.enable_cuda_graph):
         return None
-    name = describe_problem("{external_cuda_graph}" if s.external_cuda_graph else "{cuda_graph_impl}", s, spelling_of)
     reason = next(graph_checks.why_no_graph(s), None)
+    if reason is None and not graph_parts(s.transformer):
+        return None
+    graphs = next(
+        (name for name in ("external_cuda_graph", "enable_cuda_graph") if getattr(s, name)), "cuda_graph_impl"
+    )
+    name = describe_problem(f"{{{graphs}}}", s, spelling_of)
     said = None if reason is None else describe_problem(reason, s, spelling_of)
     s.set_derived("cuda_graph_impl", "none" if said else "local")
     s.set_derived("cuda_graph_scope", "full")
@@ -265,8 +279,12 @@ def _batch(s: Settings) -> str | None:
     steps = batch_steps(s)
     if steps is not None and s.global_batch_size is None:
         s.set_derived("global_batch_size", steps.steps[-1][1])
+    at_a_time = max(1, s.gradient_accumulation_steps or 1) * s.data_parallel_size  # micro-batches of a step
     if s.global_batch_size is None and s.micro_batch_size is not None:
-        s.set_derived("global_batch_size", s.micro_batch_size * s.data_parallel_size)
+        s.set_derived("global_batch_size", s.micro_batch_size * at_a_time)
+    divides = s.gradient_accumulation_steps is not None and (s.global_batch_size or 1) % at_a_time == 0
+    if s.micro_batch_size is None and divides:
+        s.set_derived("micro_batch_size", s.global_batch_size // at_a_time)
     at_once, size = (s.micro_batch_size or 0) * s.data_parallel_size, s.global_batch_size or 0
     if s.decrease_batch_size_if_needed and 0 < at_once < size and size % at_once:
         return (
@@ -306,11 +324,14 @@ def _data(s: Settings) -> str | None:
 
 
 def _files(s: Settings) -> str | None:
-    if s.nonfinite_dump_dir is None and s.save is not None and s.check_for_nan_in_loss_and_grad:
+    on_disk = s.save is not None and not is_url(s.save)
+    if s.nonfinite_dump_dir is None and on_disk and s.check_for_nan_in_loss_and_grad:
         s.set_derived("nonfinite_dump_dir", f"{s.save.rstrip('/')}/nonfinite")
-    if s.metrics_path is None and s.save is not None:
+    if s.metrics_path is None and on_disk:
         s.set_derived("metrics_path", f"{s.save.rstrip('/')}/metrics.jsonl")
     elif s.metrics_path is None:
+        if s.save is not None:
+            return "--save is in a store and no --metrics-path is given: metrics are printed only"
         return "neither --save nor --metrics-path is given: metrics are printed only"
     return None
 
@@ -351,6 +372,12 @@ def _graphs(s: Settings) -> str | None:
     return "--cuda-graph-scope full_iteration: one graph is replayed for each micro-batch of an iteration"
 
 
+def _local_copies(s: Settings) -> None:
+    if s.replication and s.replication_jump is None:
+        node = gpus_of_node(s.gpus_per_node, s.launch_environment)
+        s.set_derived("replication_jump", node if node is not None and node < s.world_size else 1)
+
+
 def _other_defaults(s: Settings) -> str | None:
     """Names the defaults in use that differ from Megatron-LM's."""
     ours = {
@@ -367,6 +394,7 @@ def _other_defaults(s: Settings) -> str | None:
 
 _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _other_defaults,
+    _no_evaluations,
     _encoder_spellings,
     _hybrid,
     _described_layers,
@@ -386,6 +414,7 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _data,
     _files,
     _checkpoint_format,
+    _local_copies,
     _recomputation,
     _kernels,
     _graphs,

@@ -17,9 +17,10 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import GROUPS_WITH_SETTINGS
 from megatron.core.utils.communicator_settings import read_communicator_settings
+from megatron.core.utils.store_path import place
 from megatron.data.datasets.blend_stages import prefixes_of, read_stages_file
 from megatron.data.datasets.index_format import check_bin_size
-from megatron.data.datasets.object_store import exists, is_url
+from megatron.data.datasets.object_store import exists, file_system, is_url
 from megatron.data.datasets.utils import (
     Blend,
     get_blend_from_list,
@@ -29,6 +30,7 @@ from megatron.data.datasets.utils import (
 )
 from megatron.data.evaluation.task_file import read_tasks
 from megatron.data.tokenizer.config import TokenizerConfig
+from megatron.training.config.log import KINDS
 from megatron.training.config.settings import Settings
 
 
@@ -112,6 +114,27 @@ def settings_of_communicators(s: Settings) -> Iterator[str]:
             read_communicator_settings(path, GROUPS_WITH_SETTINGS)
         except UserError as error:
             yield literal_text(str(error))
+
+
+def checkpoints_in_a_store(s: Settings) -> Iterator[str]:
+    """With --save in an object store, what a run writes besides its checkpoints has a local folder. The package of the
+    store is there."""
+    for field in ("save", "load", "pretrained_checkpoint"):
+        url = getattr(s, field)
+        if url and is_url(url):
+            try:
+                file_system(url)
+            except UserError as error:
+                yield f"{{{field}:name}} " + literal_text(str(error))
+    if not s.save or not is_url(s.save):
+        return
+    for field in ("save_hf_interval", "log_progress", *(f"save_{kind}_interval" for kind in KINDS)):
+        if getattr(s, field):
+            yield f"{{{field}:name}} writes files under {{save}}, which must be a folder on disk for it"
+    if s.profile and s.tensorboard_dir is None:
+        yield "{profile:name} writes into {tensorboard_dir:name}: give one, since {save} is no folder on disk"
+    if s.wandb_project and s.wandb_save_dir is None:
+        yield "{wandb_project:name}: give {wandb_save_dir:name}, since {save} is no folder on disk"
 
 
 def data_in_object_stores(s: Settings) -> Iterator[str]:
@@ -268,6 +291,8 @@ def folders_can_be_written(s: Settings) -> Iterator[str]:
             if Path(s.metrics_path).is_dir():
                 yield "{metrics_path} is a folder; give a file"
     for field, folder in folders.items():
+        if field == "save" and folder and is_url(folder):
+            continue  # the first save shows it
         if folder and not Path(folder).is_file():  # which is the problem of `folders_are_folders`
             yield from _can_be_written(field, Path(folder))
 
@@ -294,19 +319,19 @@ def checkpoint_folders_exist(s: Settings) -> Iterator[str]:
     """
     if not s.launch_environment.looks_at_files:
         return
-    if s.load is not None and Path(s.load).is_dir():
+    if s.load is not None and place(s.load).is_dir():
         if s.exit_on_missing_checkpoint and s.pretrained_checkpoint is None and _has_no_checkpoint(s):
             yield "{load} holds no checkpoint, and {exit_on_missing_checkpoint:name} is given"
     elif s.pretrained_checkpoint is not None:
-        if not Path(s.pretrained_checkpoint).exists():
+        if not place(s.pretrained_checkpoint).exists():
             yield "{pretrained_checkpoint}: no such folder"
-    elif s.load is not None and not Path(s.load).exists() and s.exit_on_missing_checkpoint:
+    elif s.load is not None and not place(s.load).exists() and s.exit_on_missing_checkpoint:
         yield "{load}: no such folder, and {exit_on_missing_checkpoint:name} is given"
 
 
 def _has_no_checkpoint(s: Settings) -> bool:
     """Whether the run finds no checkpoint: --load has none and no tracker file, and no other folder can have one."""
-    root = Path(s.load)
+    root = place(s.load)
     may_be_elsewhere = s.dry_run or s.moe_use_upcycling or s.non_persistent_save_interval is not None
     return not may_be_elsewhere and s.ckpt_step is None and not candidates(root) and not (root / TRACKER).exists()
 
@@ -320,13 +345,13 @@ def checkpoint_can_be_selected(s: Settings) -> Iterator[str]:
     """
     field = "pretrained_checkpoint" if s.load is None else "load"
     root = getattr(s, field)
-    if not s.launch_environment.looks_at_files or not root or not Path(root).is_dir():
+    if not s.launch_environment.looks_at_files or not root or not place(root).is_dir():
         return
     if s.dry_run or s.use_checkpoint_args or s.moe_use_upcycling:
         return
     if s.ckpt_step is None and s.non_persistent_save_interval is not None:
         return
     try:
-        select_folders(Path(root), s.ckpt_step)
+        select_folders(place(root), s.ckpt_step)
     except UserError as error:
         yield f"{{{field if s.ckpt_step is None else 'ckpt_step'}:name}}: " + literal_text(str(error))

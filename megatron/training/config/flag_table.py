@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.adapters.config import LoraConfig
 from megatron.core.declarations.config_fields import FlagDeclaration, declaration_of, field_docstrings, value_text
 from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -48,6 +49,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "data": (DataConfig,),
     "tokenizer": (TokenizerConfig,),
     "training": (TrainingConfig,),
+    "adapters": (LoraConfig,),
     "optimizer": (OptimizerConfig,),
     "learning rate and weight decay": (ScheduleConfig,),
     "evaluation": (EvaluationConfig,),

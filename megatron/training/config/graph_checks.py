@@ -51,6 +51,10 @@ def why_no_graph(s: Settings) -> Iterator[str]:
         yield "{log_straggler:name} measures forward steps, which do not run one by one; leave one out"
 
 
+_COUNTED = 10_000
+"""Sizes of a ramp that are counted; far more than there are graphs."""
+
+
 def _batch_sizes(s: Settings) -> tuple[str, set[int]]:
     """Returns the flag that changes the batch size, and the numbers of micro-batches of its sizes."""
     flag, sizes, steps = "rampup_batch_size", [], batch_steps(s)
@@ -58,7 +62,8 @@ def _batch_sizes(s: Settings) -> tuple[str, set[int]]:
         flag, sizes = "step_batch_size_schedule", [size for _, size in steps.steps]
     elif s.rampup_batch_size is not None and s.global_batch_size and min(s.rampup_batch_size) > 0:
         start, increment, _ = s.rampup_batch_size
-        sizes = [*range(start, s.global_batch_size, increment), s.global_batch_size]
+        ramp = range(start, s.global_batch_size, increment)
+        sizes = [*ramp[:_COUNTED], s.global_batch_size]
     return flag, {size // max(1, (s.micro_batch_size or 1) * s.data_parallel_size) for size in sizes}
 
 

@@ -6,6 +6,7 @@ Each rule yields a sentence for each such flag, in the grammar of `config_fields
 
 from collections.abc import Callable, Iterator
 
+from megatron.core.context_parallel.comm_types import asks_to_gather
 from megatron.core.exceptions import UserError
 from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.transformer.config.memory import captures_micro_batches
@@ -32,7 +33,12 @@ def _tensor_overlap(s: Settings) -> Iterator[str]:
 def _gathers_in_fp8(s: Settings) -> Iterator[str]:
     if not s.fp8_param_gather or s.fp8 is None:
         return
-    if s.transformer_impl == "transformer_engine" and uses_engine(s.transformer):
+    if s.fp8_recipe == "mxfp8":
+        yield (
+            "{fp8_param_gather}: has no effect with {fp8_recipe}, where a weight and its transpose have different "
+            "blocks; weights are gathered in the model's type"
+        )
+    elif s.transformer_impl == "transformer_engine" and uses_engine(s.transformer):
         yield (
             "{fp8_param_gather}: has no effect with {transformer_impl}, whose layers quantise weights of the model's "
             "type; results are the same"
@@ -43,6 +49,11 @@ def _gathers_in_fp8(s: Settings) -> Iterator[str]:
             f"{{fp8_param_gather}}: with {{{other}}} a rank also keeps its shard of these weights in the model's type, "
             "so on one data parallel rank they take no fewer bytes"
         )
+
+
+def _gathered_keys(s: Settings) -> Iterator[str]:
+    if s.context_parallel_size > 1 and asks_to_gather(s.cp_comm_type):
+        yield "{cp_comm_type}: the ring of p2p computes; it sends no more than a gather of all keys, and is faster"
 
 
 def _communicators(s: Settings) -> Iterator[str]:
@@ -159,6 +170,9 @@ def _experts(s: Settings) -> Iterator[str]:
     if isinstance(pattern, list) and len(pattern) == s.num_layers and not any(pattern):
         yield "{num_moe_experts}: has no effect, since {moe_layer_freq:name} gives experts to no layer"
         return
+    idle_modules = [name for name in ("mlp", "mlp_act") if name in (s.recompute_modules or ())]
+    if pattern == 1 and idle_modules and s.recompute_granularity == "selective":
+        yield f"{{recompute_modules}}: {' and '.join(idle_modules)} has no effect: every layer has experts"
     if s.moe_router_pre_softmax and s.moe_router_score_function == "sigmoid":
         yield "{moe_router_pre_softmax}: has no effect with {moe_router_score_function}"
     kinds, coefficients = listed(s.moe_router_load_balancing_type), listed(s.moe_aux_loss_coeff)
@@ -186,10 +200,6 @@ def _expert_overlap(s: Settings) -> Iterator[str]:
         return
     if s.delay_wgrad_compute:
         yield f"{{delay_wgrad_compute}}: {nothing_to_hide}"
-    if s.overlap_moe_expert_parallel_comm:
-        yield (
-            f"{{overlap_moe_expert_parallel_comm}}: {nothing_to_hide}, and one more micro-batch's activations are kept"
-        )
 
 
 def _data(s: Settings) -> Iterator[str]:
@@ -222,7 +232,8 @@ def _prefixes(s: Settings) -> list[str]:
 def _tokenizer(s: Settings) -> Iterator[str]:
     config = s.build(TokenizerConfig)
     for field in ("vocab_file", "merge_file", "tokenizer_model"):
-        if getattr(s, field) is not None and field not in config.fields_read:
+        of_export = field == "tokenizer_model" and config.family == "NullTokenizer"
+        if getattr(s, field) is not None and field not in config.fields_read and not of_export:
             yield f"{{{field}}}: has no effect with {{tokenizer_type:name}} {config.family}, which does not read it"
 
 
@@ -235,6 +246,7 @@ def _evaluation(s: Settings) -> Iterator[str]:
 
 RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
     _communicators,
+    _gathered_keys,
     _tensor_overlap,
     _gathers_in_fp8,
     _activation,

@@ -66,7 +66,7 @@ def _expert_exchange(s: Settings) -> str | None:
     if not (_pairs_share_a_host(s) and s.expert_model_parallel_size == 2 and experts > 0 and whole_experts):
         return None
     graphs = s.enable_cuda_graph or s.external_cuda_graph or s.cuda_graph_impl != "none"
-    if graphs or s.overlap_moe_expert_parallel_comm or s.use_megatron_fsdp or s.use_torch_fsdp2:
+    if graphs or s.use_megatron_fsdp or s.use_torch_fsdp2:
         return None
     tokens = (s.micro_batch_size or 0) * (s.seq_length or 0)
     tokens //= max(1, s.tensor_model_parallel_size * s.context_parallel_size)
@@ -87,7 +87,8 @@ def _expert_exchange(s: Settings) -> str | None:
 def _products_in_pieces(s: Settings) -> str | None:
     """Cuts products of two tensor parallel ranks, whose exchanges then run behind products."""
     ranks = s.tensor_model_parallel_size
-    if s.is_given("tp_comm_overlap") or not (_pairs_share_a_host(s) and s.sequence_parallel and ranks == 2):
+    refused = s.is_given("tp_comm_overlap") or s.lora_rank is not None or s.hybrid_context_parallel
+    if refused or not (_pairs_share_a_host(s) and s.sequence_parallel and ranks == 2):
         return None
     tokens = (s.micro_batch_size or 0) * (s.seq_length or 0) // (ranks * max(1, s.context_parallel_size))
     # Transformer Engine's linear layers compute whole products. Layers that communicate are in no CUDA graph.

@@ -5,7 +5,7 @@ import re
 
 from megatron.core.declarations.config_fields import FieldError
 from megatron.core.exceptions import UserError
-from megatron.training.config.flag_table import Flag, flag_table, spelling_of
+from megatron.training.config.flag_table import flag_table, spelling_of
 
 _ABOUT_FILES = ("megatron.data.datasets", "megatron.core.dist_checkpointing")
 """Parts of the library whose errors name keys of files, which may have the names of fields."""
@@ -37,8 +37,5 @@ def _is_of_library(error: UserError) -> bool:
 
 @functools.cache
 def _flags_of_words() -> dict[str, str]:
-    return {name: flag.spelling for name, flag in flag_table().items() if _turns_on(flag)}
-
-
-def _turns_on(flag: Flag) -> bool:
-    return flag.switch is None or flag.switch[flag.spelling]
+    flags = flag_table().items()
+    return {name: flag.spelling for name, flag in flags if flag.switch is None or flag.switch[flag.spelling]}

@@ -7,6 +7,7 @@ from megatron.core.declarations.config_fields import literal_text
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.core.transformer.spec_utils import import_module
+from megatron.training.config.parallel_checks import multiples_near
 from megatron.training.config.recipes.catalogue import recipes
 from megatron.training.config.settings import Settings
 
@@ -100,11 +101,9 @@ def _decoder_length(s: Settings) -> Iterator[str]:
     if length is None or length < 1:
         return
     if s.sequence_parallel and tensor > 1 and length % tensor:
-        near = f"{length // tensor * tensor} or " if length >= tensor else ""
-        near += str((length // tensor + 1) * tensor)
         yield (
             "{sequence_parallel}: {decoder_seq_length} is not divisible by {tensor_model_parallel_size}; "
-            f"use {near}"
+            f"use {multiples_near(length, tensor)}"
         )
     learned = s.position_embedding_type == "learned_absolute"
     if learned and s.max_position_embeddings is not None and length > s.max_position_embeddings:

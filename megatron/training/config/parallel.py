@@ -60,11 +60,11 @@ class ParallelConfig:
     """Number of gradient buckets."""
 
     megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
-        "fp32", supported=["fp32", "fp16"], only_with="use_megatron_fsdp"
+        "fp32", supported=["fp32", "fp16", "auto"], only_with="use_megatron_fsdp"
     )
-    """With --use-megatron-fsdp: type of the main weights. fp16 is another spelling of --use-precision-aware-optimizer
-    --main-params-dtype fp16. With --use-precision-aware-optimizer, main weights in float32 need only 2 bytes in
-    addition to the bfloat16 weights."""
+    """With --use-megatron-fsdp: type of the main weights (auto: what --main-params-dtype says). fp16 is another
+    spelling of --use-precision-aware-optimizer --main-params-dtype fp16. With --use-precision-aware-optimizer, main
+    weights in float32 need only 2 bytes in addition to the bfloat16 weights."""
 
     megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
         "auto", supported=["auto", "fp32", "bf16"], only_with="use_megatron_fsdp"

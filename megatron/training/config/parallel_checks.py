@@ -7,12 +7,12 @@ missing and impossible values; other rules report these.
 
 import math
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 
-from megatron.core.distributed import DistributedDataParallelConfig, distributed_data_parallel_config
+from megatron.core.dist_checkpointing.local_copies import copy_offsets
 from megatron.core.distributed.exact_sums import MICRO_BATCHES
+from megatron.core.exceptions import UserError
 from megatron.core.groups.rank_grid import nearest_divisors
 from megatron.training.config.settings import Settings, gpus_of_node
 
@@ -75,6 +75,17 @@ def ranks_of_nodes(s: Settings) -> Iterator[str]:
         )
 
 
+def copies_of_state(s: Settings) -> Iterator[str]:
+    """--replication names as many different ranks as copies are asked for."""
+    jump, factor = s.replication_jump, s.replication_factor
+    if not s.replication or jump is None or jump < 1 or factor < 2 or s.world_size == 1:
+        return
+    try:
+        copy_offsets(s.world_size, jump, factor)
+    except UserError as error:
+        yield f"{{replication_jump}} with {{replication_factor}}: {error}; give a jump or a factor that fits"
+
+
 def tensor_parallel_groups(s: Settings) -> Iterator[str]:
     """The ranks of a tensor parallel group share NVLink. There is no rule if the size of a node is not known."""
     domain = gpus_of_domain(s)
@@ -117,11 +128,11 @@ def sequence_length(s: Settings) -> Iterator[str]:
     if length % chunks:
         yield (
             f"{{seq_length}} is not divisible by {chunks}, two chunks for each rank of {{context_parallel_size}}; "
-            f"use {_multiples_near(length, chunks)}"
+            f"use {multiples_near(length, chunks)}"
         )
     elif s.sequence_parallel and length // context % tensor:
         share = f", of which a context parallel rank has {length // context}," if context > 1 else ""
-        near = _multiples_near(length, math.lcm(chunks, context * tensor))
+        near = multiples_near(length, math.lcm(chunks, context * tensor))
         yield (
             f"{{sequence_parallel}}: {{seq_length}}{share} is not divisible by {{tensor_model_parallel_size}}; "
             f"use {near}"
@@ -162,7 +173,6 @@ def sharding(s: Settings) -> Iterator[str]:
         yield "{num_distributed_optimizer_instances} must be at least 1"
     elif s.use_distributed_optimizer:
         yield from _instances(s)
-    yield from distributed_data_parallel_config.validate(cast(DistributedDataParallelConfig, s))
 
 
 def _instances(s: Settings) -> Iterator[str]:
@@ -180,7 +190,8 @@ def _instances(s: Settings) -> Iterator[str]:
             yield f"{{num_distributed_optimizer_instances}} does not divide the {count} {what}; use {near}"
 
 
-def _multiples_near(number: int, of: int) -> str:
+def multiples_near(number: int, of: int) -> str:
+    """Returns the multiples of `of` just below and just above a number, as advice."""
     below = number // of * of
     return f"{below} or {below + of}" if below else f"{below + of}"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megatron.core.adapters.config import LoraConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.groups.rank_grid import DEFAULT_ORDER, RankGrid
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -27,13 +28,14 @@ from megatron.training.config.training import EvaluationConfig, TrainingConfig
 class PretrainConfig:
     """The settings of a run. `megatron.training.arguments` builds it; after that, nothing reads the command line."""
 
+    optimizer: OptimizerConfig
+    ddp: DistributedDataParallelConfig
     model: ModelConfig
     parallel: ParallelConfig
     hardware: HardwareConfig
-    optimizer: OptimizerConfig
-    ddp: DistributedDataParallelConfig
     schedule: ScheduleConfig
     training: TrainingConfig
+    adapters: LoraConfig
     data: DataConfig
     tokenizer: TokenizerConfig
     evaluation: EvaluationConfig
@@ -92,24 +94,7 @@ class PretrainConfig:
 
     def parts(self) -> list[Any]:
         """Returns the config objects. If two have a field with the same name, its flag belongs to the first."""
-        return [
-            self.transformer,
-            self.optimizer,
-            self.ddp,
-            self.model,
-            self.parallel,
-            self.hardware,
-            self.schedule,
-            self.training,
-            self.data,
-            self.tokenizer,
-            self.evaluation,
-            self.checkpoint,
-            self.logging,
-            self.resilience,
-            self.records,
-            self.fault_injector,
-        ]
+        return [self.transformer, *(getattr(self, name) for name in config_classes())]
 
     def flat(self) -> dict[str, Any]:
         """Returns all values by field name."""
@@ -119,3 +104,9 @@ class PretrainConfig:
                 values.setdefault(field.name, getattr(part, field.name))
         values.pop("transformer")
         return values
+
+
+def config_classes() -> dict[str, type[Any]]:
+    """Returns the config dataclasses of a run by the name of their field, without the transformer's."""
+    types = ((field.name, field.type) for field in dataclasses.fields(PretrainConfig))
+    return {name: kind for name, kind in types if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__")}

@@ -63,6 +63,10 @@ class ResilienceConfig:
     exit_signal: signal.Signals = signal.SIGTERM
     """Signal after which all ranks save at the same step and exit."""
 
+    preemption_notice: Literal["aws", "gcp", "azure"] | None = None
+    """Ask this cloud's metadata service whether a spot machine is about to be taken away. After a notice all ranks save
+    after the same step and exit, as after --exit-signal."""
+
     hang_timeout_seconds: int | None = None
     """End a run of several processes if some ranks wait and no rank makes progress for this many seconds. The message
     names the rank that the others wait for. Default: nine tenths of --distributed-timeout-minutes."""

@@ -14,30 +14,19 @@ from megatron.core.declarations.config_fields import (
     literal_text,
     value_text,
 )
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.initializers import XavierUniform
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils.url_keys import hide_keys
-from megatron.data.tokenizer.config import TokenizerConfig
-from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.checks import missing_values, problems_of
 from megatron.training.config.command_line import CommandLine
-from megatron.training.config.data import DataConfig
 from megatron.training.config.derived_values import derive_values
 from megatron.training.config.flag_table import flag_table, spelling_of, text_of
-from megatron.training.config.hardware import HardwareConfig
 from megatron.training.config.ineffective_flags import is_read, notes_on_ineffective_flags
-from megatron.training.config.log import LoggingConfig, RecordsConfig
 from megatron.training.config.messages import message_of
-from megatron.training.config.model import ACTIVATIONS, ModelConfig
-from megatron.training.config.parallel import ParallelConfig
-from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.config.resilience import FaultInjectorConfig, ResilienceConfig
-from megatron.training.config.schedule import ScheduleConfig
+from megatron.training.config.model import ACTIVATIONS
+from megatron.training.config.pretrain_config import PretrainConfig, config_classes
 from megatron.training.config.settings import LaunchEnvironment, Settings
-from megatron.training.config.training import EvaluationConfig, TrainingConfig
 from megatron.training.config.unsupported_flags import refusal_of
 
 
@@ -74,7 +63,9 @@ def resolve(
     (notes if settings.dry_run else problems).extend(missing)
     problems = [problem for problem in problems if not fields_of_problem(problem) & line.broken]
     if line.problems or problems:
-        raise ConfigurationError(line.problems + [_in_flags(problem, settings) for problem in problems])
+        raise ConfigurationError(
+            line.problems + [_in_flags(problem, settings) + _origins(problem, line) for problem in problems]
+        )
     notes = [_in_flags(note, settings) if note in missing else note for note in notes]
     try:
         ineffective = [_in_flags(note, settings) for note in notes_on_ineffective_flags(settings)]
@@ -88,7 +79,7 @@ def resolve(
 def _take_script_defaults(settings: Settings, extra: dict[str, object], defaults: Mapping[str, Any]) -> list[str]:
     notes = []
     for name, value in defaults.items():
-        field = name if name in ("model_family", "datasets_of_script") else field_of_name(name)
+        field = name if name in ("model_family", "datasets_of_script", "loop_of_script") else field_of_name(name)
         if field is None:
             extra.setdefault(name, value)
         elif settings.values[field] is None:
@@ -128,6 +119,12 @@ def _unsupported_values(settings: Settings) -> list[str]:
     return problems
 
 
+def _origins(problem: str, line: CommandLine) -> str:
+    """Returns where another program's file says the values of a problem, as no flag of the user does."""
+    said = [line.from_foreign[name] for name in sorted(fields_of_problem(problem)) if name in line.from_foreign]
+    return f" (from {'; '.join(dict.fromkeys(said))})" if said else ""
+
+
 def _in_flags(problem: str, settings: Settings) -> str:
     """Returns the problem with flags and values in place of fields."""
     return describe_problem(problem, settings, spelling_of, text_of)
@@ -142,31 +139,19 @@ def build_config(settings: Settings, notes: Iterable[str], extra: Mapping[str, A
     values = settings.values
     config_class = MLATransformerConfig if settings.multi_latent_attention else TransformerConfig
     transformer = config_class(**transformer_fields(config_class, values))
-    config = PretrainConfig(
-        model=settings.build(ModelConfig, transformer=transformer),
-        parallel=settings.build(ParallelConfig),
-        hardware=settings.build(HardwareConfig),
-        optimizer=settings.build(
-            OptimizerConfig,
-            params_dtype=transformer.params_dtype,
-            decoupled_weight_decay=True,
+    fixed: dict[str, dict[str, object]] = {
+        "model": {"transformer": transformer},
+        "optimizer": {
+            "params_dtype": transformer.params_dtype,
+            "decoupled_weight_decay": True,
             # Without muP a value that was given has no effect, as its note says.
-            mup_width_mult=transformer.mup_width_mult if transformer.use_mup else 1.0,
-        ),
-        ddp=settings.build(
-            DistributedDataParallelConfig,
-            check_for_nan_in_grad=settings.check_for_nan_in_loss_and_grad,
-        ),
-        schedule=settings.build(ScheduleConfig),
-        training=settings.build(TrainingConfig, train_iters=settings.train_iters or 0),
-        data=settings.build(DataConfig),
-        tokenizer=settings.build(TokenizerConfig),
-        evaluation=settings.build(EvaluationConfig),
-        checkpoint=settings.build(CheckpointConfig),
-        logging=settings.build(LoggingConfig),
-        resilience=settings.build(ResilienceConfig),
-        records=settings.build(RecordsConfig),
-        fault_injector=settings.build(FaultInjectorConfig),
+            "mup_width_mult": transformer.mup_width_mult if transformer.use_mup else 1.0,
+        },
+        "ddp": {"check_for_nan_in_grad": settings.check_for_nan_in_loss_and_grad},
+        "training": {"train_iters": settings.train_iters or 0},
+    }
+    config = PretrainConfig(
+        **{name: settings.build(part, **fixed.get(name, {})) for name, part in config_classes().items()},
         provenance=dict(settings.provenance),
         notes=tuple(dict.fromkeys(notes)),
         extra=dict(extra),

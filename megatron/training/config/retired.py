@@ -67,6 +67,8 @@ def translate(occurrence: Occurrence) -> Translation | None:
         return _becomes(occurrence, (), implied=_GPT_OSS_POSITIONS)
     if spelling == _QK_DECAY:
         return _becomes(occurrence, (Occurrence("--apply-wd-to-qk-layernorm", words if words != _QK_WORDS else ()),))
+    if spelling == _DEEPSPEED and words:
+        return _becomes(occurrence, (Occurrence("--deepspeed-config", words),))
     if spelling in _RENAMED:
         return _becomes(occurrence, (Occurrence(_RENAMED[spelling], words),))
     if spelling in _NOW:
@@ -77,11 +79,8 @@ def translate(occurrence: Occurrence) -> Translation | None:
 
 
 def _becomes(old: Occurrence, new: tuple[Occurrence, ...], implied: tuple[Occurrence, ...] = ()) -> Translation:
-    return Translation(new, implied, f"{text_of(old)}: {_why(old)}; read as {' '.join(map(text_of, (*new, *implied)))}")
-
-
-def _why(old: Occurrence) -> str:
-    return "another name" if old.spelling in _OTHER_NAMES else "retired"
+    why = "another name" if old.spelling in _OTHER_NAMES else "retired"
+    return Translation(new, implied, f"{text_of(old)}: {why}; read as {' '.join(map(text_of, (*new, *implied)))}")
 
 
 def text_of(occurrence: Occurrence) -> str:
@@ -157,6 +156,9 @@ _GPT_OSS_POSITIONS = tuple(
 )
 """The rotary positions of gpt-oss, as its config.json has them."""
 
+_DEEPSPEED = "--deepspeed"
+"""Flag of DeepSpeed's launcher; in scripts of Transformers it has a file."""
+
 _WHEN_REDUCED = "--overlap-grad-reduce reduces gradients while backward computes; the order changes no result"
 _COLLECTIVES = "tokens of all ranks are computed together, and sent by collectives"
 _SWAPS = "experts stay on their ranks: swapping them for a step gained 4% on two GPUs with uneven routing"
@@ -169,7 +171,7 @@ _GONE = {
     "--log-batch-size-to-tensorboard": "the batch size is always written to TensorBoard",
     "--no-contiguous-buffers-in-local-ddp": "gradients are always in contiguous buffers",
     "--no-scatter-gather-tensors-in-pipeline": "pipeline stages always send only what the next stage needs",
-    "--onnx-safe": "there is no ONNX export",
+    _DEEPSPEED: "there is one way to train; --deepspeed-config FILE takes the settings of DeepSpeed",
     "--delay-grad-reduce": _WHEN_REDUCED,
     "--no-delay-grad-reduce": _WHEN_REDUCED,
     "--delay-param-gather": "--overlap-param-gather gathers the weights of each layer before its forward",

@@ -28,10 +28,15 @@ class ScheduleConfig:
     product is not rounded."""
 
     lr_warmup_iters: int = 0
-    """Length of warm-up in steps. The learning rate rises linearly."""
+    """Length of warm-up in steps. The learning rate rises as --lr-warmup-style says."""
 
     lr_warmup_samples: int = 0
     """With --train-samples: length of warm-up in samples."""
+
+    lr_warmup_style: Literal["linear", "log"] = flag(
+        "linear", only_with="lr_warmup_iters", or_with=("lr_warmup_samples", "lr_warmup_fraction")
+    )
+    """Shape of the warm-up: linear, or with the logarithm of the step, as DeepSpeed's schedules do by default."""
 
     dump_param_to_param_group_map: str | None = None
     """JSON file to write. It has the settings of each parameter's group: factors of weight decay and learning rate, and

@@ -2,15 +2,25 @@
 
 from collections.abc import Iterator
 
+from megatron.training.config.parallel_checks import multiples_near
 from megatron.training.config.settings import Settings, batch_steps
 
 
 def global_batch(s: Settings) -> Iterator[str]:
     """The batch divides into micro-batches of all data parallel ranks, at every size of a ramp-up or schedule."""
-    micro, total = s.micro_batch_size, s.global_batch_size
+    micro, total, accumulated = s.micro_batch_size, s.global_batch_size, s.gradient_accumulation_steps
+    replicas = f"{s.data_parallel_size} data parallel ranks"
+    if micro is None and total and accumulated:
+        yield f"{{global_batch_size}} is not divisible by {{gradient_accumulation_steps}} x {replicas}"
     if not micro or micro < 1 or not total or total < 1:
         return
     step = micro * s.data_parallel_size
+    if accumulated and accumulated > 0 and total != step * accumulated:
+        yield (
+            f"{{gradient_accumulation_steps}} x {{micro_batch_size}} x {replicas} is {step * accumulated}, but "
+            "{global_batch_size}; leave one of the three out"
+        )
+        return
     sizes = [("{global_batch_size}", total)]
     if s.rampup_batch_size is not None and min(s.rampup_batch_size) > 0:
         start, increment, _ = s.rampup_batch_size
@@ -25,11 +35,7 @@ def global_batch(s: Settings) -> Iterator[str]:
         if s.decrease_batch_size_if_needed and size >= step:
             continue
         if size % step:
-            works = " or ".join(str(near) for near in (size - size % step, size - size % step + step) if near > 0)
-            yield (
-                f"{name} is not divisible by {{micro_batch_size}} x {s.data_parallel_size} data parallel ranks; "
-                f"use {works}"
-            )
+            yield f"{name} is not divisible by {{micro_batch_size}} x {replicas}; use {multiples_near(size, step)}"
             return
 
 
@@ -41,11 +47,9 @@ def evaluation_batch(s: Settings) -> Iterator[str]:
     if not micro or not total or min(micro, total) < 1 or not total % (micro * s.data_parallel_size):
         return
     names = ("eval_" if s.eval_global_batch_size else "", "eval_" if s.eval_micro_batch_size else "")
-    step = micro * s.data_parallel_size
-    works = " or ".join(str(near) for near in (total - total % step, total - total % step + step) if near > 0)
     yield (
         f"{{{names[0]}global_batch_size}} of an evaluation is not divisible by {{{names[1]}micro_batch_size}} x "
-        f"{s.data_parallel_size} data parallel ranks; use {works}"
+        f"{s.data_parallel_size} data parallel ranks; use {multiples_near(total, micro * s.data_parallel_size)}"
     )
 
 

@@ -73,6 +73,7 @@ class Settings:
         self.values: dict[str, Any] = dict(line.values)
         self.values.setdefault("model_family", None)
         self.values.setdefault("datasets_of_script", None)
+        self.values.setdefault("loop_of_script", None)  # no part of the config
         self.values.setdefault("num_encoder_layers", None)
         self.launch_environment = launch_environment
         self.fixed_world_size = launch_environment.world_size if launch_environment.world_size_is_given else None

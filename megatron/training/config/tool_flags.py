@@ -3,9 +3,11 @@
 import argparse
 import dataclasses
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.core.declarations.config_fields import describe_problem, split_condition, unsupported_values
@@ -47,7 +49,8 @@ def read_tool_flags(
     topic = help_topic(occurrences)
     if topic is not None:
         asked = by_spelling.get(f"--{topic.removeprefix('--').replace('_', '-')}")
-        print(help_of_flags(f"usage: {usage}", about, list(flags.values()) if asked is None else [asked]), end="")
+        chosen = list(flags.values()) if asked is None else [asked]
+        print(with_commands_of_wheel(help_of_flags(f"usage: {usage}", about, chosen)), end="")
         raise SystemExit(0)
     line.problems += [f"{word}: this word belongs to no flag" for word in strays]
     for occurrence in occurrences:
@@ -114,9 +117,20 @@ class ToolParser(argparse.ArgumentParser):
         keywords = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **keywords}
         super().__init__(**keywords)  # type: ignore[arg-type]
 
+    def format_help(self) -> str:
+        """Returns the help, with commands that work here."""
+        return with_commands_of_wheel(super().format_help())
+
     def error(self, message: str) -> NoReturn:
         """Raises UserError instead of printing the usage and exiting."""
         raise UserError(message.removeprefix("argument "))
+
+
+def with_commands_of_wheel(text: str) -> str:
+    """Returns a text whose commands name tools as `python -m megatron NAME` if the program that runs is in a wheel,
+    whose users have no folder `tools`."""
+    in_wheel = "megatron/checkout/tools/" in Path(sys.argv[0]).as_posix()
+    return re.sub(r"python tools/([\w/]+)\.py", r"python -m megatron \1", text) if in_wheel else text
 
 
 def number(least: float, most: float, such: str) -> Callable[[str], float]:

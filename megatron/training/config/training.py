@@ -9,6 +9,9 @@ from megatron.core.declarations.flag_grammars import ends_of, number_or_range
 from megatron.core.exceptions import UserError
 from megatron.training.batch_schedule import BatchSteps
 
+SOURCES_OF_FLAGS = ("config_file", "recipe", "deepspeed_config", "accelerate_config")
+"""Fields that name where other flags come from. A record of a run has those flags instead."""
+
 
 @dataclass(kw_only=True, frozen=True)
 class TrainingConfig:
@@ -19,6 +22,10 @@ class TrainingConfig:
 
     global_batch_size: int
     """Sequences of one training step, over all ranks; micro batch size x data parallel ranks when not given."""
+
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches of one training step on each data parallel rank: another way to give --global-batch-size, or
+    --micro-batch-size."""
 
     rampup_batch_size: list[int] | None = flag(None, nargs=3)
     """Start with a smaller global batch. Three numbers: first size, increment, and the number of samples over which it
@@ -92,6 +99,14 @@ class TrainingConfig:
     """YAML or JSON files with further flags, such as num_layers: 12. Flags of the command line win; a later file wins
     over an earlier one."""
 
+    deepspeed_config: str | None = flag(None, from_checkpoint=False, aliases=["--deepspeed_config"])
+    """JSON file of DeepSpeed whose settings are taken. A flag that contradicts the file is an error. docs/frameworks.md
+    says how each key is answered."""
+
+    accelerate_config: str | None = flag(None, from_checkpoint=False, aliases=["--accelerate_config"])
+    """YAML or JSON file of `accelerate config` whose settings are taken. A flag that contradicts the file is an error.
+    docs/frameworks.md says how each field is answered."""
+
     recipe: str | None = flag(None, from_checkpoint=False)
     """Name of a published model, such as llama3-8b, whose sizes, optimizer and schedule are taken. Flags of the command
     line and of --config win. `python tools/recipes.py list` lists all."""
@@ -102,7 +117,7 @@ class TrainingConfig:
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
-        sizes = ("micro_batch_size", "global_batch_size", "train_iters", "train_samples")
+        sizes = ("micro_batch_size", "global_batch_size", "gradient_accumulation_steps", "train_iters", "train_samples")
         yield from too_small(self, (*sizes, "exit_interval", "exit_duration_in_mins"), 1)
         yield from too_small(self, ("manual_gc_interval",), 0)
         total, size = self.train_samples, self.global_batch_size

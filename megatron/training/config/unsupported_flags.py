@@ -5,13 +5,13 @@ Each has a reason, which is printed when the flag is given.
 
 from fnmatch import fnmatchcase
 
-_GENERATION = "it concerns generation, not training"
+_GENERATION = "it concerns generation, not training; tools/generate.py and tools/serve.py have flags of their own"
 _ALL_TO_ALL = "tokens travel by the all-to-all of torch.distributed, without kernels of DeepEP or HybridEP"
 _KERNELS = "the backend of a layer chooses its kernels; the result is the same"
 
 _ACCEPTED = {
     _GENERATION: """
-        bert-embedder-type decode-only-cuda-graphs disable-chunked-prefill enable-chunked-prefill
+        decode-only-cuda-graphs disable-chunked-prefill enable-chunked-prefill
         inference-batch-times-seqlen-threshold inference-coordinator-port inference-cuda-graph-all-prefills
         inference-cuda-graph-max-tokens inference-cuda-graph-scope inference-disable-ep-consensus
         inference-disable-triton-nvls-kernels inference-dynamic-batching inference-dynamic-batching-async-sched-mode
@@ -32,8 +32,8 @@ _ACCEPTED = {
         mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype max-tokens-to-oom
         moe-pad-experts-for-cuda-graph-inference nccl-all-reduce-for-prefill no-inference-disable-ep-consensus
         no-inference-dynamic-batching-prefix-caching no-inference-text-gen-server-logging
-        no-inference-use-synchronous-zmq-collectives no-inference-wandb-logging num-speculative-tokens
-        output-bert-embeddings use-legacy-static-engine use-same-sampling-seed-across-dp-ranks""",
+        no-inference-use-synchronous-zmq-collectives no-inference-wandb-logging
+        use-legacy-static-engine use-same-sampling-seed-across-dp-ranks""",
     _KERNELS: """
         flash-attention-version fused-residual-rmsnorm mla-down-proj-fusion moe-permute-fusion-into-hybridep
         use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert use-transformer-engine-op-fuser""",
@@ -51,7 +51,8 @@ _ACCEPTED = {
         megatron-fsdp-max-pool-double-buffer megatron-fsdp-version""",
     "--main-grads-dtype is for all parameters; fp32 is the default": """
         ddp-param-name-patterns-for-fp32-local-accumulation""",
-    "layers need no other form to be exported: tools/checkpoint/convert.py export reads any checkpoint": """
+    "layers need no other form to be exported: tools/checkpoint/convert.py export writes any checkpoint as a Hugging "
+    "Face folder, which TensorRT-LLM and ModelOpt read": """
         export-force-local-attention export-te-mcore-model modelopt-enabled""",
     "checkpoints are written and read in one way, whose result does not depend on such settings": """
         async-ckpt-cpu-priority async-ckpt-io-priority ckpt-drop-redundant-extra-state
@@ -95,8 +96,6 @@ _ACCEPTED = {
     "has no effect: rounding is the default of --rope-scaling-type yarn": "yarn-correction-range-round-to-int",
     "Muon's state lies in the flat shards of all parameters, in one layout": "no-use-layer-wise-param-layout",
     "main weights are always read together with the weights": "load-main-params-from-ckpt",
-    "has no effect without --non-persistent-ckpt-type local": """
-        non-persistent-local-ckpt-algo non-persistent-local-ckpt-dir replication replication-factor replication-jump""",
     "has no effect without --enable-mhc-connections": """
         mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations""",
     "has no effect without --batch-invariant-mode": "batch-invariant-backend",
@@ -135,6 +134,12 @@ _REFUSED = {
         rl-rollout-bank-dir rl-rollout-bank-max-bytes rl-sequence-packing-algo
         rl-sequence-packing-max-sequences-per-bin rl-skip-bos-token rl-submission-granularity rl-training-cuda-graphs
         rl-use-sequence-packing rl-verify-model-weights-swap""",
+    "texts are written token by token, without speculative decoding; tools/serve.py writes many texts at once": """
+        num-speculative-tokens""",
+    "there is no ONNX export; tools/checkpoint/convert.py export writes a Hugging Face folder, which other programs "
+    "turn into ONNX": "onnx-safe",
+    "there are no embedding models; tools/checkpoint/convert.py export writes a BERT as a Hugging Face folder, with "
+    "which sentence-transformers computes embeddings": "bert-embedder-type output-bert-embeddings",
     "training of retrieval models (ICT, REALM) is out of scope": """
         bert-load biencoder-projection-dim biencoder-shared-query-context-model block-data-path embedding-path
         evidence-data-path ict-head-size ict-load indexer-batch-size indexer-log-interval query-in-block-prob
@@ -143,7 +148,8 @@ _REFUSED = {
         retro-add-retriever retro-attention-gate retro-cyclic-train-iters retro-encoder-attention-dropout
         retro-encoder-hidden-dropout retro-encoder-layers retro-num-neighbors retro-num-retrieved-chunks
         retro-no-verify-neighbor-count retro-project-dir retro-verify-neighbor-count retro-workdir""",
-    "distillation from a teacher is out of scope; without these flags the model trains on the data alone": """
+    "logits are not kept in files; examples/frozen_reference/train_distilled.py --teacher DIR distils those of a "
+    "frozen model's checkpoint": """
         export-kd-cfg export-kd-teacher-load logits-load-decode-threads logits-load-dir logits-load-ignore-errors
         logits-load-kd-loss-alpha logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dir
         logits-save-dtype logits-save-top-k logits-save-top-p logits-save-top-p-min-k""",
@@ -208,22 +214,13 @@ ACCEPTED_FLAGS = _reasons(_ACCEPTED)
 REFUSED_FLAGS = _reasons(_REFUSED)
 """Flags that stay refused, and why."""
 
-UNSUPPORTED_FLAGS = frozenset({**ACCEPTED_FLAGS, **REFUSED_FLAGS})
-"""All flags of Megatron-LM that have no field here, except the retired ones."""
-
-
-_NVFP4 = "4-bit numbers need a Blackwell GPU; --fp8-format e4m3 --fp8-recipe blockwise is the nearest that works"
-
 _FIELDS_REFUSED = {
-    "fp4-*": _NVFP4,
+    "fp4-quantizer-factory": "quantizers are classes of Transformer Engine; --fp4-recipe nvfp4 works",
     "fp8-quantizer-factory": "quantizers are classes of Transformer Engine; choose another --fp8-recipe",
-    "reuse-grad-buf-for-mxfp8-param-ag": "weights in mxfp8 need a Blackwell GPU; they are gathered in the model's type",
     "dsa-indexer-topk-freq": "every layer of sparse attention has its own indexer and selects its own keys; 1 works",
     "dsa-indexer-skip-topk-offset": "it goes with a --dsa-indexer-topk-freq above 1, which is refused; 0 works",
     "mrope-section": "vision models are out of scope; for text, --position-embedding-type rope computes the same",
     "use-legacy-models": "there are no models but those of megatron.core, which a run without this flag has",
-    "hybrid-context-parallel": "each sample is split over all ranks of --context-parallel-size, short ones too",
-    "max-seqlen-per-dp-cp-rank": "it goes with --hybrid-context-parallel, which is refused",
     "*kitchen*": "it needs an unpublished package of NVIDIA; --attention-backend chooses another kernel",
     "batch-invariant-mode": "kernels are chosen for speed and may round differently in another batch; "
     "--deterministic-mode makes a run repeatable, --layout-invariant makes it independent of the layout",

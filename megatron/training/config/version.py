@@ -15,8 +15,8 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 def version_text() -> str:
-    """Returns the versions of this program, with the commit in a checkout, of torch and of Python, and the release of
-    Megatron-LM whose names it has."""
+    """Returns the versions of this program, with the commit of the checkout or of the wheel, of torch and of Python,
+    and the release of Megatron-LM whose names it has."""
     commit = _commit()
     return (
         f"{_version()}{f' (commit {commit})' if commit else ''}, names of Megatron-LM {MEGATRON_LM_RELEASE}, "
@@ -32,7 +32,11 @@ def _version() -> str:
 
 
 def _commit() -> str | None:
-    """Returns the commit of the checkout, with + after it if files differ from it; None without git or a checkout."""
+    """Returns the commit of the checkout, or of the one that the wheel was built from, with + after it if files differ
+    from it; None without either."""
+    recorded = _ROOT / "megatron/commit.txt"  # setup.py writes it
+    if recorded.is_file():
+        return recorded.read_text("utf-8").strip()
     if not (_ROOT / ".git").exists():
         return None
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]

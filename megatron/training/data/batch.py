@@ -7,8 +7,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from megatron.core.context_parallel import cut_rows
+from megatron.core.exceptions import UserError
 from megatron.core.tokens import SequencePart
 
 
@@ -67,30 +69,43 @@ class Batch(BatchRecord):
     conversations the kind of turn (`TURN_KINDS`); otherwise None."""
     sample_ids: Tensor | None = None
     """int64 [b], always on the host: ids of the samples in the dataset; -1 for rows that only fill up the batch."""
+    local_cp_size: int | None = None
+    """With dynamic context parallelism, the number of ranks that share this micro-batch; None: those of
+    --context-parallel-size."""
+    of_step: int | None = None
+    """With dynamic context parallelism, the number of micro-batches of this rank in the step."""
 
     def laid_end_to_end(self) -> "Batch":
         """Returns the batch as one row of b * s tokens, the form that models take with document boundaries."""
-        rows: dict[str, Any] = {name: whole.reshape(1, -1) for name, whole in self._rows()}
-        return dataclasses.replace(self, **rows)
+        return self.with_rows(lambda name, whole: whole.reshape(1, -1))
 
-    def _rows(self) -> list[tuple[str, Tensor]]:
-        """Returns the fields of shape [b, s] that are not None, with their names."""
-        return [(name, rows) for name in _ROWS if (rows := getattr(self, name)) is not None]
+    def with_rows(self, change: Callable[[str, Tensor], Tensor]) -> "Batch":
+        """Returns a copy with change(name, rows) in place of each field of shape [b, s] that is not None."""
+        found = [(name, rows) for name in _ROWS if (rows := getattr(self, name)) is not None]
+        changed: dict[str, Any] = {name: change(name, rows) for name, rows in found}
+        return dataclasses.replace(self, **changed)
 
     def part(self, part: SequencePart | None) -> "Batch":
         """Returns one context parallel rank's part of whole rows; for None, the batch itself.
 
         The attention mask keeps the rows of the part's queries. `cu_seqlens` stays that of the whole rows, which must
-        be laid end to end first. Raises UserError if the rows do not divide.
+        be laid end to end first. Raises UserError if the rows do not divide, and for a part of another number of ranks
+        than those that share the batch.
         """
+        if self.local_cp_size not in (None, 1 if part is None else part.size) or (
+            self.local_cp_size is not None and part is not None and part.group is None
+        ):
+            raise UserError(
+                f"--hybrid-context-parallel: {self.local_cp_size} ranks share this micro-batch, not those of {part}; "
+                "the script needs sequence_part(groups, batch.local_cp_size) for every batch, as in pretrain_gpt.py"
+            )
         if part is None:
             return self
         assert self.cu_seqlens is None or len(self.tokens) == 1, (
             "a batch with document boundaries is laid end to end before it is split"
         )
-        rows: dict[str, Any] = {name: cut_rows(whole, part, 1) for name, whole in self._rows()}
         mask = None if self.attention_mask is None else cut_rows(self.attention_mask, part, 2)
-        return dataclasses.replace(self, **rows, attention_mask=mask)
+        return dataclasses.replace(self.with_rows(lambda name, whole: cut_rows(whole, part, 1)), attention_mask=mask)
 
 
 def collate_gpt(items: Sequence[Mapping[str, Any]]) -> Batch:
@@ -129,3 +144,29 @@ def _join_boundaries(rows: Sequence[Tensor]) -> Tensor:
     length = int(rows[0][-1])
     starts = [row[row < length] + number * length for number, row in enumerate(rows)]
     return torch.cat([*starts, torch.tensor([len(rows) * length], dtype=torch.int32)])
+
+
+class CollatedDataset(Dataset[Any]):
+    """A user's data set with its own function that makes a batch from a list of items.
+
+    Rows that fill up the last batch of a whole pass (index None) are the first item with a `loss_mask` of zeros.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Sequence[Any]], object]) -> None:
+        self.dataset = dataset
+        self.collate = collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, idx: int | None) -> object:
+        if idx is not None:
+            return self.dataset[idx]
+        item = self.dataset[0]
+        mask = item.get("loss_mask") if isinstance(item, Mapping) else None
+        if not isinstance(mask, Tensor):
+            raise UserError(
+                "a pass over the whole data set fills up the last batch with rows without loss, which needs items with "
+                "a tensor loss_mask; give a number of batches instead"
+            )
+        return {**item, "loss_mask": torch.zeros_like(mask)}

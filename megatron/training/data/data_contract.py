@@ -4,14 +4,14 @@ tools/plan.py writes the file. A clause that a run breaks ends it before the fir
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import parse_json, read_regular_file, write_atomically
+from megatron.core.utils.json_schema import Integer, ListOf, Nullable, Number, Record, Text
 from megatron.data.datasets.object_store import is_url
 from megatron.data.datasets.utils import normalize
 from megatron.data.preparation.manifest import DataManifest, get_manifest_path, read_manifest
@@ -70,8 +70,11 @@ def read_contract(path: str | Path) -> DataContract:
         content = parse_json(read_regular_file(path).decode())
         if content.pop("version") != VERSION:
             raise UserError(f"--data-contract {path}: made by another release; make the plan again")
-        sources = tuple(SourceClause(**_typed(clause, _OF_SOURCE)) for clause in content.pop("sources"))
-        contract = DataContract(sources=sources, **_typed(content, _OF_CONTRACT))
+        problem = _CONTRACT.problem(content)
+        if problem is not None:
+            raise ValueError(problem)
+        sources = tuple(SourceClause(**clause) for clause in content.pop("sources"))
+        contract = DataContract(sources=sources, **content)
     except OSError as error:
         raise UserError(f"--data-contract {path}: {error.strerror}; tools/plan.py writes it") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -83,33 +86,20 @@ def read_contract(path: str | Path) -> DataContract:
     return contract
 
 
-_NUMBER, _TEXT = (int, float), (str,)
-_OF_SOURCE: Mapping[str, tuple[type, ...]] = {
-    "name": _TEXT,
-    "prefix": _TEXT,
-    "ratio": _NUMBER,
-    "sha256": (str, type(None)),
-}
-_OF_CONTRACT: Mapping[str, tuple[type, ...]] = {
-    "tokenizer": _TEXT,
-    "tokenizer_family": _TEXT,
-    "tokenizer_ids": (int, type(None)),
-    "tokenizer_digest": (str, type(None)),
-    "vocabulary": (int,),
-    "deduplication": (str, type(None)),
-    "sequence_length": (int,),
-    "total_tokens": (int,),
-}
-
-
-def _typed(content: Mapping[str, Any], types: Mapping[str, tuple[type, ...]]) -> Mapping[str, Any]:
-    """Returns the content. Raises ValueError for a key or value that the record does not have."""
-    for key in content.keys() | types.keys():
-        if key not in types or key not in content:
-            raise ValueError(f"{key} is {'unknown' if key in content else 'missing'}")
-        if not isinstance(content[key], types[key]) or isinstance(content[key], bool):
-            raise ValueError(f"{key} is {content[key]!r}")
-    return content
+_SOURCE = Record({"name": Text(), "prefix": Text(), "ratio": Number(), "sha256": Nullable(Text())})
+_CONTRACT = Record(
+    {
+        "tokenizer": Text(),
+        "tokenizer_family": Text(),
+        "tokenizer_ids": Nullable(Integer()),
+        "tokenizer_digest": Nullable(Text()),
+        "vocabulary": Integer(),
+        "deduplication": Nullable(Text()),
+        "sequence_length": Integer(),
+        "total_tokens": Integer(),
+        "sources": ListOf(_SOURCE),
+    }
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,13 @@ from megatron.core.exceptions import UserError
 from megatron.data.datasets.object_store import StoreError
 from megatron.training.data.balanced_batches import BalancedSampler
 from megatron.training.data.batch import collate_gpt
+from megatron.training.data.regrouped_batches import (
+    RegroupedDocuments,
+    RegroupedRows,
+    RegroupedSampler,
+    Regrouping,
+    only_item,
+)
 from megatron.training.data.samplers import CyclicSampler, DataParallelShard, MegatronCyclicSampler, SequentialSampler
 from megatron.training.launch.process_state import kill_if_stopped, process_state
 from megatron.training.launch.signals import shield_worker
@@ -175,6 +182,7 @@ def build_data_iterator(
     multiprocessing_context: str | None = None,
     restarts: bool = False,
     batch_sizes: Iterable[int] | None = None,
+    regrouping: Regrouping | None = None,
 ) -> Iterator[Any]:
     """Returns an iterator over this rank's micro-batches, which begins after `consumed_samples` samples of the run.
 
@@ -192,6 +200,7 @@ def build_data_iterator(
         restarts: the iterator's `restart` goes back to its first micro-batch. A user's own loader cannot do that.
         batch_sizes: sizes of the global batches, whose rows BalancedSampler puts in order; None: the order of the
             dataset.
+        regrouping: RegroupedSampler makes the micro-batches of these global batches instead, and `collate` is not used.
 
     Raises UserError if no samples are left. The iterator raises SampleError if a sample cannot be read, and
     DamagedSample, a UserError too, if its files are damaged.
@@ -212,13 +221,18 @@ def build_data_iterator(
         sampler = CyclicSampler(len(dataset), consumed_samples, shard, seed)
     else:
         raise UserError(f"--dataloader-type {dataloader_type}: expected single, cyclic or external")
-    if batch_sizes is not None:
-        sampler = BalancedSampler(sampler, batch_sizes, dataset, own)
+    rows: Dataset[object] = _NamingErrors(dataset)
+    micro_batches: Iterable[list[int | None]] | Iterable[list[RegroupedDocuments]] = sampler
+    if batch_sizes is not None and regrouping is not None:
+        micro_batches = RegroupedSampler(sampler, batch_sizes, dataset, regrouping)
+        rows, collate = RegroupedRows(_NamingErrors(dataset), regrouping.multiple), only_item
+    elif batch_sizes is not None:
+        micro_batches = BalancedSampler(sampler, batch_sizes, dataset, own)
     with warnings.catch_warnings():  # `setup.notes` prints a note with the flag's name
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         loader: DataLoader[Any] = DataLoader(
-            _NamingErrors(dataset),
-            batch_sampler=sampler,
+            rows,
+            batch_sampler=micro_batches,
             num_workers=num_workers,
             collate_fn=collate,
             pin_memory=pin_memory,

@@ -22,6 +22,7 @@ from megatron.training.config.training import EvaluationConfig
 from megatron.training.data.batch import collate_gpt
 from megatron.training.data.loaders import build_data_iterator
 from megatron.training.data.masked_data import collate_bert, collate_t5
+from megatron.training.data.regrouped_batches import Regrouping, work_of_token
 from megatron.training.data.step_data import StepData
 from megatron.training.launch.environment import Environment
 from megatron.training.state import TrainState
@@ -89,6 +90,7 @@ def build_splits(
         timers: Timers | None = None,
         restarts: bool = False,
         batch_sizes: Iterable[int] | None = None,
+        regrouping: Regrouping | None = None,
     ) -> StepData:
         if dataset is None:
             return step_data(config, environment, None, micro_batch_size, timers)
@@ -107,8 +109,9 @@ def build_splits(
             pin_memory=environment.device.type == "cuda",
             restarts=restarts,
             batch_sizes=batch_sizes,
+            regrouping=regrouping,
         )
-        return step_data(config, environment, iterator, micro_batch_size, timers)
+        return step_data(config, environment, iterator, micro_batch_size, timers, regroups=regrouping is not None)
 
     train, valid, test = datasets
     evaluates = config.evaluation.eval_iters > 0
@@ -117,8 +120,16 @@ def build_splits(
     sizes = config.training.micro_batch_size, config.evaluation.micro_batch_size(config.training)
     fresh, consumed = config.evaluation.eval_fresh_samples, state.consumed_train_samples
     first_valid = state.consumed_valid_samples if fresh else 0
+    regrouping = _regrouping(config, environment)
     training = (
-        split(train, consumed, sizes[0], timers=timers, batch_sizes=_balanced_batches(config, environment, consumed))
+        split(
+            train,
+            consumed,
+            sizes[0],
+            timers=timers,
+            batch_sizes=_planned_batches(config, environment, consumed),
+            regrouping=regrouping,
+        )
         if reads
         else step_data(config, environment, iter(()), sizes[0])
     )
@@ -142,12 +153,30 @@ def build_splits(
     return Splits(train=training, valid=validation, test=evaluation)
 
 
-def _balanced_batches(config: PretrainConfig, environment: Environment, consumed: int) -> Iterator[int] | None:
-    """Returns the sizes of the global batches whose rows --balanced-packing orders; None: it has no effect."""
-    if not config.data.balanced_packing or not (config.data.reset_attention_mask or config.training.sft):
+def _planned_batches(config: PretrainConfig, environment: Environment, consumed: int) -> Iterator[int] | None:
+    """Returns the sizes of the global batches whose rows --balanced-packing orders, or whose documents
+    --hybrid-context-parallel places; None: neither has an effect."""
+    planned = config.data.balanced_packing or config.transformer.hybrid_context_parallel
+    if not planned or not (config.data.reset_attention_mask or config.training.sft):
         return None
     ranks = environment.groups.size("dp")
     return BatchSchedule.from_config(config.training, ranks, config.data.seq_length).sizes_after(consumed)
+
+
+def _regrouping(config: PretrainConfig, environment: Environment) -> Regrouping | None:
+    """Returns how --hybrid-context-parallel places documents; None without it."""
+    groups, transformer = environment.groups, config.transformer
+    if not transformer.hybrid_context_parallel:
+        return None
+    assert transformer.max_seqlen_per_dp_cp_rank is not None
+    return Regrouping(
+        groups.rank("dp_cp"),
+        groups.size("dp_cp"),
+        transformer.max_seqlen_per_dp_cp_rank,
+        work_of_token(transformer),
+        groups.size("tp") if transformer.sequence_parallel else 1,
+        rows_end_with_padding=config.training.sft,
+    )
 
 
 def _check_external(datasets: Sequence[object], has_training_data: bool) -> None:
@@ -190,6 +219,7 @@ def step_data(
     micro_batches: Iterator[object] | None,
     micro_batch_size: int | None = None,
     timers: Timers | None = None,
+    regroups: bool = False,
 ) -> StepData:
     """Returns this rank's micro-batches as StepData; of --micro-batch-size samples if nothing else is given. `timers`
     measure the reads."""
@@ -200,6 +230,7 @@ def step_data(
         data_parallel_size=environment.groups.size("dp"),
         seed=config.seed,
         timers=timers,
+        regroups=regroups,
     )
 
 
@@ -214,7 +245,11 @@ def _on_any_rank(flags: Sequence[bool], environment: Environment) -> list[bool]:
 
 def collate_of(dataset: Any) -> Callable[[Sequence[Any]], Any]:
     """Returns the function that makes a batch from items. For data sets of this package it makes a record: a `Batch`,
-    or the record of BERT or T5. For others it is torch's default."""
+    or the record of BERT or T5. Another data set may have a method `collate(items)`; without it, it is torch's
+    default."""
+    own = getattr(dataset, "collate", None)
+    if own is not None and not isinstance(dataset, MegatronDataset):
+        return own  # type: ignore[no-any-return]
     if isinstance(dataset, BlendedDataset | StagedBlend):
         return collate_of(dataset.datasets[0])
     if isinstance(dataset, BERTMaskedWordPieceDataset):

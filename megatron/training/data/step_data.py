@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from megatron.core.exceptions import UserError
 from megatron.core.timers import Timers, timed
 from megatron.core.tokens import RngPosition
+from megatron.training.data.batch import Batch
 from megatron.training.data.recent_steps import RecentSteps
 
 
@@ -25,6 +28,7 @@ class StepData(Iterator[Any]):
             micro-batch m of rank r begins at sample (m * ranks + r) * micro_batch_size.
         seed: seed of dropout.
         timers: measure the reads (`batch-generator`, level 2).
+        regroups: the micro-batches are those of dynamic context parallelism, whose number differs from step to step.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class StepData(Iterator[Any]):
         data_parallel_size: int = 1,
         seed: int = 1234,
         timers: Timers | None = None,
+        regroups: bool = False,
     ) -> None:
         self.micro_batches = micro_batches
         self.micro_batch_size = micro_batch_size
@@ -43,6 +48,7 @@ class StepData(Iterator[Any]):
         self.data_parallel_size = data_parallel_size
         self.seed = seed
         self.timers = timers
+        self.regroups = regroups
         self.iteration = 0
         self.sample_ids: list[list[int]] = []
         """Sample ids of each micro-batch drawn since `begin`; an empty list for a batch without ids."""
@@ -54,6 +60,9 @@ class StepData(Iterator[Any]):
         self._chunks: tuple[ChunkData, ...] = ()
         self._kept: dict[int, Any] = {}
         """Micro-batches of the step, by index, that some chunk has not drawn yet."""
+        self._ahead: list[Batch] = []
+        """The first micro-batch of the step, read for its number of micro-batches."""
+        self._counted = not regroups
 
     def begin(self, iteration: int) -> None:
         """Begins the step that follows after `iteration` steps."""
@@ -65,6 +74,16 @@ class StepData(Iterator[Any]):
         self._step.clear()
         self.iteration = iteration
         self.sample_ids = []
+        self._counted = not self.regroups
+
+    def count(self, planned: int) -> int:
+        """Returns the number of micro-batches of the step that has begun: `planned`, or the number that dynamic context
+        parallelism gives to this rank."""
+        if not self.regroups or self.micro_batches is None:
+            return planned
+        self._counted = True
+        self._ahead = list(itertools.islice(self.micro_batches, 1))  # empty at the end of the data
+        return self._ahead[0].of_step or planned if self._ahead else planned
 
     def restart(self) -> None:
         """Begins an evaluation. It reads the samples of the one before if the micro-batches can go back to the first;
@@ -120,7 +139,11 @@ class StepData(Iterator[Any]):
             batch = self._step[number]
         else:
             with timed(self._timers_of_read(), "batch-generator", 2):
-                batch = next(self.micro_batches)
+                batch = self._ahead.pop() if self._ahead else next(self.micro_batches)
+            if not self._counted:
+                raise UserError(
+                    "--hybrid-context-parallel needs pretrain(), which counts the micro-batches of each step"
+                )
             if self._keeps_step or self.recent is not None:
                 batch = _out_of_shared_memory(batch)
             if self.recent is not None:

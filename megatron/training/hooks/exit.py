@@ -1,11 +1,11 @@
 """Early exit of all ranks after the same step.
 
 There are two kinds of reasons. Every rank knows by itself when --exit-interval is reached. A signal,
---exit-duration-in-mins, a non-finite loss or a loss spike is noticed by one rank first. For these, each step starts one
-all-reduce of six integers on a separate gloo group, and reads the result of the all-reduce that the step before
-started. So nothing waits for the device, and a host waits for other hosts only if one of them is a whole step behind. A
-reason that appears during step k ends the run after step k + 1; if a checkpoint is due (`resolve_pending`), after step
-k.
+--exit-duration-in-mins, a non-finite loss, a loss spike or a hook that asks is noticed by one rank first. For these,
+each step starts one all-reduce of seven integers on a separate gloo group, and reads the result of the all-reduce that
+the step before started. So nothing waits for the device, and a host waits for other hosts only if one of them is a
+whole step behind. A reason that appears during step k ends the run after step k + 1; if a checkpoint is due
+(`resolve_pending`), after step k.
 """
 
 import enum
@@ -32,6 +32,7 @@ class ExitReason(enum.Enum):
     NON_FINITE = "non-finite"
     LOSS_SPIKE = "loss-spike"
     SKIPPED_UPDATES = "skipped-updates"
+    ASKED = "asked"
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class ExitAgreement:
         self.skipped_updates = skipped_updates
         self.rounds = 0
         """All-reduces started so far."""
+        self._asked = False
         self._decision: ExitDecision | None = None
         self._round: Pending | None = None
 
@@ -128,6 +130,10 @@ class ExitAgreement:
             self._decision = found
         return self._decision
 
+    def ask(self) -> None:
+        """Asks for an exit with a checkpoint, for a hook. One rank that asks is enough."""
+        self._asked = True
+
     def withdraw(self) -> None:
         """Forgets the decision, because the run continues nevertheless. All ranks call it at the same place."""
         self._finish_round()
@@ -138,14 +144,14 @@ class ExitAgreement:
         self._finish_round()
 
     def _local_flags(self) -> torch.Tensor:
-        """Returns int32 [non-finite, loss spike, too many skips, signal number, 1 + rank with the signal, time is up],
-        to be reduced by maximum."""
+        """Returns int32 [non-finite, loss spike, too many skips, signal number, 1 + rank with the signal, time is up,
+        a hook asks], to be reduced by maximum."""
         number = (self.signals.received if self.signals is not None else None) or 0
         limit = self.exit_duration_in_mins
         late = limit is not None and (time.monotonic() - self.started) / 60.0 > limit
         holder = self.rank + 1 if number else 0
         trouble = [self.non_finite(), self.loss_spike(), self.skipped_updates()]
-        return torch.tensor([*trouble, number, holder, late], dtype=torch.int32)
+        return torch.tensor([*trouble, number, holder, late, self._asked], dtype=torch.int32)
 
     def _start_round(self) -> None:
         self._round = start_all_reduce(self._local_flags(), self.group, dist.ReduceOp.MAX)
@@ -164,7 +170,7 @@ class ExitAgreement:
     def _decide(self, flags: torch.Tensor | None) -> ExitDecision | None:
         if flags is None:
             return None
-        non_finite, loss_spike, skips, number, holder, late = (int(flag) for flag in flags)
+        non_finite, loss_spike, skips, number, holder, late, asked = (int(flag) for flag in flags)
         if non_finite:
             return ExitDecision(ExitReason.NON_FINITE, "exiting program after a non-finite loss or gradient", 1, False)
         if loss_spike:
@@ -181,6 +187,8 @@ class ExitAgreement:
             return ExitDecision(
                 ExitReason.DURATION, f"exiting program after {self.exit_duration_in_mins:g} minutes", 0, True
             )
+        if asked:
+            return ExitDecision(ExitReason.ASKED, "training ends early because a hook asks for it", 0, True)
         return None
 
 

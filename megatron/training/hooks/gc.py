@@ -35,16 +35,11 @@ class ManualGarbageCollection(Hook):
 
     def before_evaluate(self, iteration: int) -> None:
         """Collects the youngest generation if `evaluation` is set."""
-        self._collect_around_evaluation()
-
-    def after_evaluate(self, iteration: int) -> None:
-        """Collects the youngest generation if `evaluation` is set."""
-        self._collect_around_evaluation()
-
-    def _collect_around_evaluation(self) -> None:
         if self.evaluation:
             # The youngest generation is enough: evaluation leaves new objects, and older ones were examined before.
             gc.collect(generation=0)
+
+    after_evaluate = before_evaluate
 
     def on_exit(self, iteration: int) -> None:
         """Switches automatic collection on again if it was on before."""

@@ -1,17 +1,14 @@
 """Profiles of steps, and recordings of GPU memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.core.exceptions import UserError
-from megatron.core.utils.torch_private import (
-    dump_memory_snapshot,
-    profiler_config_of_all_threads,
-    record_memory_history,
-)
+from megatron.core.utils.torch_private import dump_memory_snapshot, record_memory_history
+from megatron.training.config.log import LoggingConfig
 from megatron.training.hooks.hook import Hook
 
 
@@ -23,7 +20,6 @@ class NsightProfiler(Hook):
     """
 
     def __init__(self, start: int, end: int, *, record_shapes: bool = False) -> None:
-        _check_steps(start, end)
         if not torch.cuda.is_available():
             raise UserError(
                 "--profile records with Nsight Systems, which needs CUDA; add --use-pytorch-profiler to profile here"
@@ -71,10 +67,8 @@ class TorchProfiler(Hook):
         *,
         record_shapes: bool = False,
         with_stack: bool = False,
-        all_threads: bool = False,
         with_execution_trace: bool = False,
     ) -> None:
-        _check_steps(start, end)
         self.start, self.end = start, end
         self.execution_trace: Path | None = None
         """Path of PyTorch's execution trace (the graph of operators, which Chakra reads); None until it begins."""
@@ -83,8 +77,6 @@ class TorchProfiler(Hook):
         self.trace: Path | None = None
         """Path of the trace; None until it is written."""
         self._options: dict[str, Any] = {"record_shapes": record_shapes, "with_stack": with_stack}
-        if all_threads:
-            self._options["experimental_config"] = profiler_config_of_all_threads()
         self._profiler: Any = None
         self._observer: Any = None
         self._first = 0
@@ -135,35 +127,25 @@ class TorchProfiler(Hook):
         print(f"profile of steps {self._first} to {self.end} written to {self.trace}", flush=True)
 
 
-def make_profiler(
-    *,
-    rank: int,
-    ranks: Sequence[int],
-    start: int,
-    end: int,
-    use_pytorch_profiler: bool,
-    directory: str | Path | None,
-    record_shapes: bool = False,
-    with_stack: bool = False,
-    all_threads: bool = False,
-    with_execution_trace: bool = False,
-) -> Hook | None:
-    """Returns the profiler that the flags ask for; None on a rank that is not in `ranks`. For Nsight Systems on a
-    machine without CUDA it prints a line and returns None.
+def make_profiler(flags: LoggingConfig, rank: int, directory: str | Path | None) -> Hook | None:
+    """Returns the profiler that the flags ask for; None on a rank that is not in --profile-ranks. For Nsight Systems on
+    a machine without CUDA it prints a line and returns None.
 
-    With `all_threads` PyTorch's profiler also records computation on a CPU by threads other than the one that runs the
-    steps. Raises UserError if the steps are not in order, or if PyTorch's traces have no `directory`.
+    Raises UserError if the steps are not in order, or if PyTorch's traces have no `directory`.
     """
-    _check_steps(start, end)
-    if rank not in ranks:
+    start, end = flags.profile_step_start, flags.profile_step_end
+    if not 0 <= start < end:
+        raise UserError(f"--profile-step-start {start} --profile-step-end {end}: the end must come after the start")
+    if rank not in flags.profile_ranks:
         return None
-    if not use_pytorch_profiler and not torch.cuda.is_available():
+    record_shapes = flags.record_shapes or flags.pytorch_profiler_collect_shapes
+    if not flags.use_pytorch_profiler and not torch.cuda.is_available():
         print(
             "--profile: nothing is recorded, since Nsight Systems needs CUDA; --use-pytorch-profiler records here too",
             flush=True,
         )
         return None
-    if not use_pytorch_profiler:
+    if not flags.use_pytorch_profiler:
         return NsightProfiler(start, end, record_shapes=record_shapes)
     if directory is None:
         raise UserError("--use-pytorch-profiler writes into --tensorboard-dir or --save; neither is given")
@@ -173,9 +155,8 @@ def make_profiler(
         directory,
         rank,
         record_shapes=record_shapes,
-        with_stack=with_stack,
-        all_threads=all_threads,
-        with_execution_trace=with_execution_trace,
+        with_stack=flags.pytorch_profiler_collect_callstack,
+        with_execution_trace=flags.pytorch_profiler_collect_chakra,
     )
 
 
@@ -190,11 +171,6 @@ def nvtx_marks(*, wanted: bool, use_pytorch_profiler: bool, notes: bool) -> Call
         reason = "PyTorch's profiler does not record them" if use_pytorch_profiler else "they need CUDA"
         print(f"--nvtx-ranges: no ranges are made, since {reason}", flush=True)
     return None
-
-
-def _check_steps(start: int, end: int) -> None:
-    if not 0 <= start < end:
-        raise UserError(f"--profile-step-start {start} --profile-step-end {end}: the end must come after the start")
 
 
 MAX_ENTRIES = 100_000

@@ -9,6 +9,7 @@ from megatron.training.config.config_file import BEGIN, END
 from megatron.training.config.flag_table import flag_table, text_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import read_recorded
+from megatron.training.config.training import SOURCES_OF_FLAGS
 from megatron.training.inspection.run_description import value_words
 
 
@@ -49,7 +50,7 @@ def lines_of_words(words: Sequence[str]) -> Iterator[str]:
 def _given(field: str, value: Any) -> str | None:
     """Returns the value as YAML; None if no words of the command line give it, or if it must not be in a file."""
     flag = flag_table()[field]
-    if field in ("config_file", "recipe", "print_config", "dry_run"):
+    if field in (*SOURCES_OF_FLAGS, "print_config", "dry_run"):
         return None
     if flag.switch is not None:
         return "true" if value else "false"

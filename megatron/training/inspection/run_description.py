@@ -16,6 +16,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import read_recorded, recorded_words
 from megatron.training.config.retired import Occurrence
 from megatron.training.config.settings import CHOSEN
+from megatron.training.config.training import SOURCES_OF_FLAGS
 from megatron.training.inspection.gpt_spelling import Renaming, in_one_spelling, renaming
 
 ARCHITECTURE = (
@@ -47,6 +48,9 @@ ARCHITECTURE = (
 )
 """Fields that determine the computed function: with another value, the same weights are another model."""
 
+OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_target_modules", "use_rslora", "use_dora")
+"""Fields that determine the adapters of a model, which the model that they adapt does not have."""
+
 MODEL_OPTIONS = (
     *("attn_logit_softcapping", "attention_chunk_size", "attention_chunk_skip_freq"),
     *(
@@ -71,6 +75,7 @@ MODEL_OPTIONS = (
     *("moe_apply_probs_on_input", "moe_router_norm_topk_prob", "moe_router_bias", "moe_router_group_score_topk"),
     *("bert_binary_head", "bert_num_tokentypes", "bert_head_activation", "bert_head_bias"),
     *("t5_head_bias", "relative_attention_num_buckets", "relative_attention_max_distance"),
+    *OF_ADAPTERS,
 )
 """More such fields, which few models use. Only values other than the defaults are described, so a checkpoint from
 before there was such a model option counts as one with the default."""
@@ -128,7 +133,7 @@ def command_line_of(config: PretrainConfig, fields: Container[str] | None = None
     values = config.flat()
     words: list[str] = []
     for field, flag in flag_table().items():
-        wanted = field in values and field not in ("config_file", "recipe") if fields is None else field in fields
+        wanted = field in values and field not in SOURCES_OF_FLAGS if fields is None else field in fields
         if wanted and config.provenance.get(field) in CHOSEN:
             words += words_of(flag, values[field])
     return words

@@ -10,9 +10,11 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -102,3 +104,18 @@ def end_process(code: int) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed by its reader, or by the program
             stream.flush()
     os._exit(code)
+
+
+@contextlib.contextmanager
+def explains_lack_of_host_memory() -> Iterator[None]:
+    """Turns torch's error for a tensor that this machine has no memory for into a UserError."""
+    try:
+        yield
+    except RuntimeError as error:
+        asked = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+        if asked is None:
+            raise
+        raise UserError(
+            "the memory of this machine cannot hold this rank's part of the model: one tensor takes "
+            f"{int(asked[1]) / 1e9:,.1f} GB; --dry-run prints how much each rank would need"
+        ) from error

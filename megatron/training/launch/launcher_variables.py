@@ -7,7 +7,7 @@ Without torchrun's variables each would train a model of its own, and write into
 import os
 import re
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.settings import tasks_of_node
@@ -127,3 +127,16 @@ def first_host(nodes: str) -> str | None:
     """Returns the first host of SLURM's list: node[007-010,012],other3 -> node007; None for an empty list."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", first[0]) if first else None
+
+
+def processes_of(launcher: Sequence[str]) -> int:
+    """Returns the number of processes that the words of a launcher start. Raises UserError if it is no number."""
+    count = 1
+    for place, word in enumerate(launcher):
+        name, equals, value = word.lstrip("-").replace("_", "-").partition("=")
+        if name in ("nproc-per-node", "nnodes"):
+            value = value if equals else launcher[place + 1]
+            if not value.isdigit():
+                raise UserError(f"{word} {value}: give the number of processes as a number")
+            count *= int(value)
+    return count

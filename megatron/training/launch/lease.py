@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
+from megatron.core.utils.store_path import StorePath, place
 from megatron.launcher import start_time
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
@@ -199,11 +200,11 @@ def leases_of_run(config: PretrainConfig, environment: Environment) -> Iterator[
     if config.checkpoint.save is None:
         yield
         return
-    folders = [Path(config.checkpoint.save)]
+    folders = [place(config.checkpoint.save)]
     temporary = config.checkpoint.non_persistent_global_ckpt_dir  # without it, temporary checkpoints are under --save
     if config.checkpoint.non_persistent_save_interval is not None and temporary is not None:
-        folders += [Path(temporary)] if Path(temporary).resolve() != folders[0].resolve() else []
-    leases = [Lease(folder, _say) for folder in folders]
+        folders += [place(temporary)] if place(temporary).resolve() != folders[0].resolve() else []
+    leases = [Lease(folder, _say) for folder in folders if not isinstance(folder, StorePath)]
     taken: list[Lease] = []
     over = threading.Event()
 

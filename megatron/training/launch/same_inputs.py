@@ -153,6 +153,8 @@ def digest_of_file(path: Path, whole: int = _WHOLE_BYTES, blocks: int = _BLOCKS)
 
 _OF_ONE_MACHINE = frozenset({"local_rank", "data_cache_path", "metrics_path"})
 """Fields that may differ between ranks: they do not change what is computed, and may name a disk of one machine."""
+_LOCAL_FOLDERS = frozenset({"non_persistent_local_ckpt_dir", "optimizer_nvme_offload_path", "param_nvme_offload_path"})
+"""Fields that name a folder of a local disk, which hosts may have in different places. All have one, or none."""
 
 
 def check_same_flags(config: PretrainConfig) -> None:
@@ -162,11 +164,13 @@ def check_same_flags(config: PretrainConfig) -> None:
     Ranks compare a digest. Only if digests differ, one rank of each digest sends its values.
     """
     ranks = RankCoordinator()
+    if ranks.size == 1:
+        return
     values, given = {}, set()
     for field, value in config.flat().items():
         flag = flag_table().get(field)
         if flag is not None and field not in _OF_ONE_MACHINE:
-            values[flag.spelling] = value_text(value)
+            values[flag.spelling] = "a folder" if value and field in _LOCAL_FOLDERS else value_text(value)
             if config.provenance.get(field) in CHOSEN:
                 given.add(flag.spelling)
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,1 +1,1 @@
-"""The log of a run: metrics on the device, the log line, metrics.jsonl, TensorBoard, a live display."""
+"""The log of a run: metrics on the device, the log line, metrics.jsonl, TensorBoard, the console."""

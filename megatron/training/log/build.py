@@ -9,6 +9,7 @@ from torch import nn
 from megatron.core.declarations.config_fields import value_text
 from megatron.core.timers import Timers
 from megatron.core.transformer.layer_costs import training_flops
+from megatron.core.utils.stores import is_url
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
@@ -98,21 +99,27 @@ def _writers(config: PretrainConfig, environment: Environment, state: TrainState
     if logging.metrics_path is not None:
         named_by = "--save:" if config.provenance.get("metrics_path") == "derived" else "--metrics-path"
         writers.append(JsonlLog(logging.metrics_path, state.iteration, named_by, _only_evaluates(config, state)))
-    flags = {flag: value_text(value) for flag, value in config.flat().items() if flag in flag_table()}
-    # The fields of TagChoices have the names of their flags.
-    choices = TagChoices(**{field.name: getattr(logging, field.name) for field in fields(TagChoices)})
+    flags: dict[str, str] = {}
+    if logging.wandb_project or logging.log_to:
+        flags = {flag: value_text(value) for flag, value in config.flat().items() if flag in flag_table()}
+    flags_of_tags = {field.name for field in fields(TagChoices)} & {field.name for field in fields(logging)}
+    choices = TagChoices(
+        **{name: getattr(logging, name) for name in flags_of_tags},
+        world_size=environment.world_size,
+        device=environment.device,
+    )
     if logging.tensorboard_dir is not None:
         writers.append(
             tensorboard_log(
                 logging.tensorboard_dir,
                 choices,
                 queue_size=logging.tensorboard_queue_size,
-                world_size=environment.world_size,
-                device=environment.device,
                 state=state,
                 evaluates_again=_only_evaluates(config, state),
             )
         )
+    save = config.checkpoint.save
+    folder = Path(save) if save and not is_url(save) else None
     if logging.wandb_project:
         assert logging.wandb_exp_name is not None
         writers.append(
@@ -123,23 +130,17 @@ def _writers(config: PretrainConfig, environment: Environment, state: TrainState
                 entity=logging.wandb_entity,
                 save_dir=logging.wandb_save_dir or config.checkpoint.save,
                 config=flags,
-                world_size=environment.world_size,
-                device=environment.device,
-                id_file=None if config.checkpoint.save is None else Path(config.checkpoint.save) / "wandb_run_id.txt",
+                id_file=None if folder is None else folder / "wandb_run_id.txt",
                 resumed=state.iteration > 0,
             )
         )
-    save = config.checkpoint.save
     facts = RunFacts(
         name=logging.wandb_exp_name or (Path(save).name if save else None),
         flags=flags,
-        folder=Path(save) if save else None,
+        folder=folder,
         resumed=state.iteration > 0,
     )
-    writers += [
-        tracker_log(service, facts, choices, world_size=environment.world_size, device=environment.device)
-        for service in logging.log_to or ()
-    ]
+    writers += [tracker_log(service, facts, choices) for service in logging.log_to or ()]
     assert config.training.train_iters is not None
     # Last, so that the files have a line's values before the line is shown.
     style = SHORT if logging.log_style == "short" else MEGATRON_LM

@@ -9,34 +9,32 @@ from megatron.training.log.records import LogRecord, TaskRecord, ValidationRecor
 def format_line(record: LogRecord) -> str:
     """Returns the log line of an iteration and, if there are timers, their lines below it. Leaves out values that the
     record lacks, and losses that are not positive."""
-    parts = [
-        f"iteration {record.iteration:8d}/{record.train_iters:8d}",
-        f"consumed samples: {record.consumed_samples:12d}",
-    ]
+    step, speed = record.step, record.speed
+    parts = [f"iteration {step.iteration:8d}/{record.train_iters:8d}", f"consumed samples: {step.consumed_samples:12d}"]
     if record.skipped_samples > 0:
         parts.append(f"skipped samples: {record.skipped_samples:12d}")
-    parts.append(f"elapsed time per iteration (ms): {record.elapsed_ms_per_iteration:.1f}")
-    if record.throughput_tflops is not None:
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {record.throughput_tflops:.1f}")
-    if record.energy_joules is not None:
-        parts.append(f"energy per GPU (J/iter/GPU): {record.energy_joules:.1f}")
-    if record.power_watts is not None:
-        parts.append(f"power per GPU (W/GPU): {record.power_watts:.1f}")
-    if record.learning_rate is not None:
-        parts.append(f"learning rate: {record.learning_rate:.6E}")
-    if record.decoupled_learning_rate is not None:
-        parts.append(f"decoupled learning rate: {record.decoupled_learning_rate:.6E}")
-    parts.append(f"global batch size: {record.global_batch_size:5d}")
+    parts.append(f"elapsed time per iteration (ms): {speed.seconds_per_iteration * 1000.0:.1f}")
+    if record.shows_throughput and speed.tflops_per_device is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {speed.tflops_per_device:.1f}")
+    if step.energy_joules is not None:
+        parts.append(f"energy per GPU (J/iter/GPU): {step.energy_joules:.1f}")
+    if step.power_watts is not None:
+        parts.append(f"power per GPU (W/GPU): {step.power_watts:.1f}")
+    if step.learning_rate is not None:
+        parts.append(f"learning rate: {step.learning_rate:.6E}")
+    if step.decoupled_learning_rate is not None:
+        parts.append(f"decoupled learning rate: {step.decoupled_learning_rate:.6E}")
+    parts.append(f"global batch size: {step.global_batch_size:5d}")
     parts += [f"{name}: {loss:.6E}" for name, loss in record.losses.items() if loss > 0.0]
-    parts.append(f"loss scale: {record.loss_scale:.1f}")
-    if record.grad_norm is not None:
-        parts.append(f"grad norm: {record.grad_norm:.3f}")
-    if record.num_zeros is not None:
-        parts.append(f"num zeros: {record.num_zeros}")
-    if record.params_norm is not None:
-        parts.append(f"params norm: {record.params_norm:.3f}")
-    if record.max_attention_logit is not None:
-        parts.append(f"max attention logit: {record.max_attention_logit:.3f}")
+    parts.append(f"loss scale: {1.0 if step.loss_scale is None else step.loss_scale:.1f}")
+    if step.grad_norm is not None:
+        parts.append(f"grad norm: {step.grad_norm:.3f}")
+    if step.num_zeros is not None:
+        parts.append(f"num zeros: {step.num_zeros}")
+    if step.params_norm is not None:
+        parts.append(f"params norm: {step.params_norm:.3f}")
+    if step.max_attention_logit is not None:
+        parts.append(f"max attention logit: {step.max_attention_logit:.3f}")
     parts.append(f"number of skipped iterations: {record.skipped_iterations:3d}")
     parts.append(f"number of nan iterations: {record.nan_iterations:3d}")
     line = f" [{record.time:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(parts) + " |"
@@ -55,24 +53,24 @@ def format_short_line(record: LogRecord) -> str:
     has at most 120 columns; otherwise the learning rate is left out first, and utilisation last.
     """
     width = len(str(record.train_iters))
-    speed, losses = record.speed, list(record.losses.items())
-    first = [f"step {record.iteration:{width}d}/{record.train_iters}"]
+    step, speed, losses = record.step, record.speed, list(record.losses.items())
+    first = [f"step {step.iteration:{width}d}/{record.train_iters}"]
     first += [f"{name} {_short(loss, 4)}" for name, loss in losses[:1]]
     last = []
     if record.skipped_iterations or record.nan_iterations:
         last.append(f"skipped {record.skipped_iterations}, NaN {record.nan_iterations}")
-    if speed is not None and speed.tokens_per_second is not None:
+    if speed.tokens_per_second is not None:
         rate = speed.tokens_per_second
         last.append(f"{_short(rate / 1e6, 2)}M tokens/s" if rate >= 1e6 else f"{rate:,.0f} tokens/s")
-    mfu = [] if speed is None or speed.mfu is None else [f"MFU {speed.mfu:.1%}"]
+    mfu = [] if speed.mfu is None else [f"MFU {speed.mfu:.1%}"]
     last += mfu
-    if record.memory is not None:
-        last.append(f"{record.memory.peak / 2**30:.1f} GiB")
-    if record.seconds_left is not None:
-        last.append(f"{format_duration(record.seconds_left)} left")
+    if step.memory is not None:
+        last.append(f"{step.memory.peak / 2**30:.1f} GiB")
+    if step.seconds_left is not None:
+        last.append(f"{format_duration(step.seconds_left)} left")
     optional = [f"{name} {_short(loss, 4)}" for name, loss in losses[1:]]
-    optional += [] if record.grad_norm is None else [f"grad norm {_short(record.grad_norm, 3)}"]
-    optional += [] if record.learning_rate is None else [f"lr {record.learning_rate:.3e}"]
+    optional += [] if step.grad_norm is None else [f"grad norm {_short(step.grad_norm, 3)}"]
+    optional += [] if step.learning_rate is None else [f"lr {step.learning_rate:.3e}"]
     spare = [*mfu, *optional]
     while spare and len(" | ".join([*first, *optional, *last])) > SHORT_WIDTH:
         (optional or last).remove(spare.pop())

@@ -1,9 +1,8 @@
 """--log-energy: the energy that GPUs use, as NVML (the library of NVIDIA's driver) counts it."""
 
-import contextlib
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,28 +15,17 @@ from megatron.training.log.throughput import StepClock
 NVML = "libnvidia-ml.so.1"
 
 
-class EnergyMeter:
-    """Measures the energy that the GPUs of all ranks use in training steps, without evaluations and saves. All ranks
-    make the same calls.
+class EnergyMeter(StepClock):
+    """Measures the energy that the GPUs of all ranks use in training steps, without evaluations and saves: a clock that
+    counts joules. All ranks make the same calls.
 
     `read` returns the energy in joules that this rank's GPU has used so far, NaN if it is not known. If the energy of
     some ranks is not known, the first call of `joules_per_gpu` prints a note on the rank with `notes`.
     """
 
     def __init__(self, device: torch.device, read: Callable[[], float], *, notes: bool = False) -> None:
+        super().__init__(read)  # a clock subtracts pauses from any quantity that grows
         self._device, self._notes = device, notes
-        # The clock subtracts pauses from any quantity that grows.
-        self._counter = StepClock(read)
-
-    def restart(self) -> None:
-        """Starts again from zero."""
-        self._counter.restart()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Does not count the energy that is used inside the context."""
-        with self._counter.paused():
-            yield
 
     def joules_per_gpu(self) -> float | None:
         """Returns the energy of a GPU since the restart, in joules: the mean over the ranks whose energy is known; None
@@ -45,7 +33,7 @@ class EnergyMeter:
         with synchronization_allowed(self._device):
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            found = [joules for (joules,) in numbers_of_ranks([self._counter.seconds()])]
+            found = [joules for (joules,) in numbers_of_ranks([self.seconds()])]
         known = [joules for joules in found if math.isfinite(joules)]
         if self._notes and len(known) < len(found):
             missing = [rank for rank, joules in enumerate(found) if not math.isfinite(joules)]

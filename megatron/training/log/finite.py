@@ -78,7 +78,7 @@ class GradientProbe:
     def __init__(self, module: nn.Module) -> None:
         self._forwards = 0
         self._finite: dict[int, Tensor] = {}
-        """Flags by the number of the forward pass since the last `take`."""
+        """Flags by the number of the forward pass since the last `take_tensors`."""
         self._handle: RemovableHandle = module.register_forward_hook(self._watch_output)
 
     def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -89,16 +89,12 @@ class GradientProbe:
     def _look(self, number: int, gradient: Tensor) -> None:
         self._finite[number] = torch.isfinite(gradient.detach()).all()
 
-    def take(self) -> list[Tensor]:
+    def take_tensors(self) -> list[Tensor]:
         """Returns a bool scalar on the device for each forward and backward since the last call, in the order of the
         forwards."""
         taken = [self._finite[number] for number in sorted(self._finite)]
         self._forwards, self._finite = 0, {}
         return taken
-
-    def take_tensors(self) -> list[Tensor]:
-        """Does the same as `take`, under the name that `graph_capture.TensorRecord` asks for."""
-        return self.take()
 
     def add_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Adds the flags that `take_tensors` returned, after those of earlier micro-batches."""

@@ -27,7 +27,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from megatron.core.exceptions import UserError
 from megatron.training.data.sources import SOURCE
 from megatron.training.log.console_line import perplexity
 from megatron.training.log.memory import MemoryReport
-from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, TaskRecord, ValidationRecord
+from megatron.training.log.records import Event, LogWriter, Speed, StepRecord, TaskRecord, ValidationRecord
 
 
 class JsonlLog(LogWriter):
@@ -85,9 +85,6 @@ class JsonlLog(LogWriter):
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
         """Writes a line for each iteration."""
         self._write([step_line(step, speed) for step in steps])
-
-    def line(self, record: LogRecord) -> None:
-        """Writes nothing, because `steps` writes every iteration."""
 
     def validation(self, record: ValidationRecord) -> None:
         """Writes a line for an evaluation."""
@@ -141,7 +138,7 @@ def step_line(step: StepRecord, speed: Speed) -> dict[str, object]:
         "tokens": step.tokens,
         **step.losses,
         **{name: loss for name, (loss, _) in step.by_source.items()},
-        **{f"tokens{SOURCE}{_source(name)}": round(count) for name, (_, count) in step.by_source.items()},
+        **{f"tokens{SOURCE}{name.partition(SOURCE)[2]}": round(count) for name, (_, count) in step.by_source.items()},
         **{f"share of samples{SOURCE}{name}": share for name, share in step.mix.items()},
         **step.reported,
         "grad norm": step.grad_norm,
@@ -167,10 +164,6 @@ def step_line(step: StepRecord, speed: Speed) -> dict[str, object]:
     if not step.applied:
         line["skipped"] = True
     return line
-
-
-def _source(name: str) -> str:
-    return name.partition(SOURCE)[2]
 
 
 def _memory(report: MemoryReport) -> dict[str, float | None]:
@@ -337,31 +330,26 @@ class MetricsHistory:
 def read_metrics(path: str | os.PathLike[str]) -> MetricsHistory:
     """Reads a metrics.jsonl. Raises UserError if it cannot be read. Leaves out lines that a kill or a full disk cut
     off, and prints their number to stderr."""
-    history, torn = MetricsHistory(), 0
     try:
-        for line in _read_lines(path):
-            if line is None:
-                torn += 1
-            elif "event" in line:
-                history.events.append(line)
-            elif "task" in line:
-                history.tasks.append(line)
-            elif "split" in line:
-                history.validation.append(line)
-            else:
-                history.training.append(line)
+        with open(path, "rb") as file:
+            lines = [_parse(raw) for raw in file if raw.strip()]
     except OSError as error:
         raise UserError(f"{os.fspath(path)}: cannot read the metrics: {error.strerror or error}") from error
+    history, torn = MetricsHistory(), 0
+    for line in lines:
+        if line is None:
+            torn += 1
+        elif "event" in line:
+            history.events.append(line)
+        elif "task" in line:
+            history.tasks.append(line)
+        elif "split" in line:
+            history.validation.append(line)
+        else:
+            history.training.append(line)
     if torn:
         print(f"warning: {os.fspath(path)}: {torn} lines are not JSON objects and are left out", file=sys.stderr)
     return history
-
-
-def _read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, object] | None]:
-    with open(path, "rb") as file:
-        for raw in file:
-            if raw.strip():
-                yield _parse(raw)
 
 
 def _series(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -1,19 +1,19 @@
 """Gathers the values that layers report (`megatron.core.transformer.layer_metrics`) when the log is written.
 
 Each pipeline stage has its own layers. The ranks of a stage sum their values with one all-reduce; the stages then
-exchange them with two gathers: sizes, and contents. Names travel as JSON beside the numbers, so that no stage needs to
-know the layers of another.
+exchange them. Names travel as JSON beside the numbers, so that no stage needs to know the layers of another.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed import ProcessGroup
 
-from megatron.core.communication.collectives import all_gather, all_reduce, numbers_of_ranks
+from megatron.core.communication.collectives import all_reduce, numbers_of_ranks
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.layer_metrics import EXPERT_LOAD, layer_metrics_of, take_layer_metrics
 from megatron.training.log.metrics import synchronization_allowed
@@ -96,15 +96,10 @@ class LayerReports:
     def _of_all_stages(self, own: Sums) -> Sums:
         if not self._stages_tell:
             return own
-        text = json.dumps([[*key, totals, count] for key, (totals, count) in own.items()]).encode()
         group = self._groups.pp
-        lengths = [int(n) for n in all_gather(self._tensor([len(text)], torch.int64), group)]
-        padded = self._tensor(list(text.ljust(max(lengths))), torch.uint8)
-        texts = [bytes(part.tolist()).decode() for part in all_gather(padded, group)]
-        return {(name, layer): (totals, count) for part in texts for name, layer, totals, count in json.loads(part)}
-
-    def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+        assert isinstance(group, ProcessGroup)
+        told = RankCoordinator(group).gather([[*key, *values] for key, values in own.items()])
+        return {(name, layer): (totals, count) for part in told for name, layer, totals, count in part}
 
 
 def _means(sums: Sums) -> dict[Key, float]:

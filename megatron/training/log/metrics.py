@@ -12,7 +12,7 @@ applied. A report of one value is averaged over micro-batches and ranks.
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,6 @@ class MetricsInterval:
 
     steps: tuple[StepRecord, ...]
     """The iterations since the last call."""
-    last: StepRecord | None
-    """The newest iteration ever recorded, also if `steps` is empty."""
     losses: Mapping[str, float]
     """Mean over the applied and finite iterations since the last reset; empty if there is none."""
     iterations: int
@@ -114,7 +112,6 @@ class StepMetrics:
         self.names = names
         self._pending: list[_PendingRecord] = []
         self._averages = _Averages()
-        self._last: StepRecord | None = None
         self._trouble = torch.zeros((), dtype=torch.bool, device=self.device) if watch else None
         pinned = self.device.type == "cuda"
         self._trouble_on_host = torch.zeros((), dtype=torch.bool, pin_memory=pinned)
@@ -199,13 +196,11 @@ class StepMetrics:
             non_finite += named
             self._averages.add(step)
         self._pending = []
-        self._last = steps[-1] if steps else self._last
         averages = self._averages
         if reset:
             self._averages = _Averages()
         return MetricsInterval(
             steps=tuple(steps),
-            last=self._last,
             losses=averages.means(),
             iterations=averages.iterations,
             skipped=averages.skipped,
@@ -243,16 +238,13 @@ class StepMetrics:
             del measured["max_attention_logit"]
         z_score, is_spike = measured.pop("loss_z_score", None), bool(measured.pop("loss_spike", False))
         totals = {name: (next(reduced), next(reduced)) for name in pending.names}
-        step = StepRecord(
-            iteration=pending.record.iteration,
+        step = replace(
+            pending.record,
             losses={name: _ratio(*total) for name, total in totals.items() if SOURCE not in name},
             by_source={
                 name: (_ratio(*total), total[1]) for name, total in totals.items() if SOURCE in name and total[1]
             },
             applied=applied,
-            consumed_samples=pending.record.consumed_samples,
-            tokens=pending.record.tokens,
-            global_batch_size=pending.record.global_batch_size,
             num_zeros=None if num_zeros is None else int(num_zeros),
             loss_z_score=None if z_score is None or math.isnan(z_score) else z_score,
             loss_spike=is_spike,

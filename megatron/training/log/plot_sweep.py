@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from megatron.core.exceptions import UserError
-from megatron.core.utils.files import open_atomically
 from megatron.training.log.jsonl import read_metrics
+from megatron.training.log.plot import new_figure, write_figure
 
 INDEX = "sweep.json"
 """File in the folder of a sweep: name and values of each run."""
@@ -31,10 +31,7 @@ def plot_sweep(folder: str | os.PathLike[str], picture: str | os.PathLike[str], 
     """Plots the last loss of each run of a sweep against the value named `against` (default: the first one whose values
     are numbers), and marks the lowest of each line. Returns `picture`. Raises UserError if the folder is not that of a
     sweep, has no losses, or has no such value."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("drawing a picture needs the package matplotlib (pip install matplotlib)") from error
+    figure = new_figure((7, 5))
     try:
         runs = json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -53,7 +50,6 @@ def plot_sweep(folder: str | os.PathLike[str], picture: str | os.PathLike[str], 
             lines.setdefault(others, []).append((place, found))
     if not lines:
         raise UserError(f"{folder}: no run has a loss yet")
-    figure = Figure(figsize=(7, 5), dpi=120, layout="constrained")
     axis = figure.subplots()
     for label, points in lines.items():
         points.sort()
@@ -67,13 +63,7 @@ def plot_sweep(folder: str | os.PathLike[str], picture: str | os.PathLike[str], 
     axis.grid(alpha=0.3)
     if any(lines):
         axis.legend(fontsize="small")
-    try:
-        Path(picture).parent.mkdir(parents=True, exist_ok=True)
-        with open_atomically(Path(picture)) as file:
-            figure.savefig(file, format="png")
-    except OSError as error:
-        raise UserError(f"{picture} cannot be written: {error.strerror}") from error
-    return Path(picture)
+    return write_figure(figure, Path(picture))
 
 
 def _number(text: str) -> float | None:

@@ -102,37 +102,21 @@ class LogRecord:
     """The values of a log line (see `console_line.format_line`)."""
 
     time: datetime
-    iteration: int
+    step: StepRecord
+    """The last iteration of the interval."""
     train_iters: int
-    consumed_samples: int
-    global_batch_size: int
-    elapsed_ms_per_iteration: float
-    learning_rate: float | None
     losses: Mapping[str, float]
     """Averages over the iterations since the last line whose updates were applied. The losses that layers add come
     last; they are averaged over all iterations since the last line."""
-    loss_scale: float = 1.0
-    grad_norm: float | None = None
+    speed: Speed
+    """The speed over all iterations since the last line."""
+    shows_throughput: bool = False
+    """Whether Megatron-LM's line has the throughput."""
     skipped_samples: int = 0
-    throughput_tflops: float | None = None
-    energy_joules: float | None = None
-    power_watts: float | None = None
-    num_zeros: int | None = None
-    params_norm: float | None = None
-    max_attention_logit: float | None = None
     skipped_iterations: int = 0
     nan_iterations: int = 0
-    tokens: int = 0
-    """Tokens consumed so far; not part of Megatron-LM's line."""
-    speed: Speed | None = None
-    """Not in Megatron-LM's log line."""
     times: str | None = None
     """The lines of --timing-log-level, which follow the log line."""
-    decoupled_learning_rate: float | None = None
-    memory: MemoryReport | None = None
-    """Not in Megatron-LM's log line."""
-    seconds_left: float | None = None
-    """Time until the last iteration, without evaluations and saves; not in Megatron-LM's log line."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ from megatron.core.utils.files import write_atomically
 from megatron.training.log.console_line import perplexity
 from megatron.training.log.event_files import VS_SAMPLES, supersede_events
 from megatron.training.log.memory import memory_report
-from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, TaskRecord, ValidationRecord
+from megatron.training.log.records import LogWriter, Speed, StepRecord, TaskRecord, ValidationRecord
 from megatron.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
 class TagChoices:
-    """The optional tags to write; the fields have the names of their flags."""
+    """The optional tags to write, whose fields have the names of their flags, and the values of two of them."""
 
     tensorboard_log_interval: int = 1
     log_timers_to_tensorboard: bool = False
@@ -27,6 +27,9 @@ class TagChoices:
     log_validation_ppl_to_tensorboard: bool = False
     log_memory_to_tensorboard: bool = False
     log_world_size_to_tensorboard: bool = False
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """The device of this rank, whose memory is written."""
 
 
 class ScalarLog(LogWriter):
@@ -40,8 +43,6 @@ class ScalarLog(LogWriter):
         write: Callable[[str, float, int], None],
         choices: TagChoices,
         *,
-        world_size: int = 1,
-        device: torch.device | None = None,
         close: Callable[[], None] = lambda: None,
         tensorboard: Any = None,
         wandb: "WandbWriter | None" = None,
@@ -51,8 +52,6 @@ class ScalarLog(LogWriter):
         self._go_back = go_back
         self._write = write
         self._choices = choices
-        self._world_size = world_size
-        self._device = device or torch.device("cpu")
         self._close = close
 
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
@@ -89,12 +88,6 @@ class ScalarLog(LogWriter):
                 if value is not None:
                     self._both(f"eval/{record.task}/{tag}", value, record.iteration, record.consumed_samples)
 
-    def line(self, record: LogRecord) -> None:
-        """Writes nothing, because `steps` writes every iteration."""
-
-    def event(self, event: Event) -> None:
-        """Events are not scalars and are not written."""
-
     def went_back(self, iteration: int) -> None:
         """Moves the points beyond this iteration aside."""
         self._go_back(iteration)
@@ -126,12 +119,12 @@ class ScalarLog(LogWriter):
         if speed.mfu is not None:
             self._both("mfu", speed.mfu, iteration, last.consumed_samples)
         if self._choices.log_world_size_to_tensorboard:
-            self._both("world-size", self._world_size, iteration, last.consumed_samples)
+            self._both("world-size", self._choices.world_size, iteration, last.consumed_samples)
         if self._choices.log_memory_to_tensorboard:
             self._memory(iteration)
 
     def _memory(self, iteration: int) -> None:
-        report = memory_report(self._device)
+        report = memory_report(self._choices.device)
         tags = {
             "mem-reserved-bytes": report.device_reserved,
             "mem-allocated-bytes": report.device_allocated,
@@ -153,8 +146,6 @@ def tensorboard_log(
     choices: TagChoices,
     *,
     queue_size: int = 1000,
-    world_size: int = 1,
-    device: torch.device | None = None,
     state: TrainState | None = None,
     evaluates_again: bool = False,
 ) -> ScalarLog:
@@ -179,15 +170,7 @@ def tensorboard_log(
         events.close()  # the next point begins another file
         _move_aside(directory, state or TrainState(iteration))
 
-    return ScalarLog(
-        events.add,
-        choices,
-        world_size=world_size,
-        device=device,
-        close=events.close,
-        tensorboard=writer,
-        go_back=go_back,
-    )
+    return ScalarLog(events.add, choices, close=events.close, tensorboard=writer, go_back=go_back)
 
 
 def _move_aside(directory: str | Path, state: TrainState, evaluates_again: bool = False) -> None:
@@ -265,8 +248,6 @@ def wandb_log(
     entity: str | None = None,
     save_dir: str | None = None,
     config: dict[str, Any] | None = None,
-    world_size: int = 1,
-    device: torch.device | None = None,
     id_file: Path | None = None,
     resumed: bool = False,
 ) -> ScalarLog:
@@ -303,7 +284,7 @@ def wandb_log(
 
     keep_run_id(id_file, getattr(run, "id", None), "Weights & Biases")
     writer = WandbWriter(wandb, run)
-    return ScalarLog(write, choices, world_size=world_size, device=device, close=run.finish, wandb=writer)
+    return ScalarLog(write, choices, close=run.finish, wandb=writer)
 
 
 def kept_run_id(id_file: Path | None, resumed: bool, variable: str) -> str | None:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import write_atomically
 from megatron.training.log.event_files import VS_SAMPLES
@@ -51,16 +49,8 @@ class Tracker:
 class TrackerLog(ScalarLog):
     """Collects the scalars of a call, without those "vs samples", and sends them together."""
 
-    def __init__(
-        self,
-        service: str,
-        tracker: Tracker,
-        choices: TagChoices,
-        *,
-        world_size: int = 1,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__(self._collect, choices, close=self._end, world_size=world_size, device=device)
+    def __init__(self, service: str, tracker: Tracker, choices: TagChoices) -> None:
+        super().__init__(self._collect, choices, close=self._end)
         self._service, self._tracker = service, tracker
         self._points: list[Point] = []
         self._failed = False
@@ -98,14 +88,7 @@ class TrackerLog(ScalarLog):
             print(f"warning: --log-to {self._service}: {_sentence(error)}; {result}", flush=True)
 
 
-def tracker_log(
-    service: str,
-    facts: RunFacts,
-    choices: TagChoices,
-    *,
-    world_size: int = 1,
-    device: torch.device | None = None,
-) -> TrackerLog:
+def tracker_log(service: str, facts: RunFacts, choices: TagChoices) -> TrackerLog:
     """Returns the writer of a value of --log-to. Raises UserError if a package is missing or the service refuses."""
     openers: dict[str, Callable[[RunFacts], Tracker]] = {
         "mlflow": _open_mlflow,
@@ -121,7 +104,7 @@ def tracker_log(
         raise
     except Exception as error:
         raise UserError(f"--log-to {service}: {_sentence(error)}") from error
-    return TrackerLog(service, tracker, choices, world_size=world_size, device=device)
+    return TrackerLog(service, tracker, choices)
 
 
 def _sentence(error: Exception) -> str:

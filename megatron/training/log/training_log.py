@@ -254,50 +254,27 @@ class TrainingLog:
     def _line(self, *, reset: bool, skipped_samples: int) -> tuple[NonFinite, ...]:
         times, iterations = self._times(reset), self._iterations_since_line
         longest = {name: max(seconds) / iterations for name, seconds in times.items() if max(seconds) > 0.0}
-        left = (self.train_iters - self._iteration) * self._since_line.seconds() / iterations
-        memory = self._memory() if self.writers else None
         joules = None if self.energy is None else self.energy.joules_per_gpu()
-        energy = None if joules is None else joules / iterations
-        power = None if joules is None else joules / self._since_line.seconds()
-        mix = {} if self.mix is None or not self.writers else self.mix(self._consumed)
         interval = self._read(
             reset=reset,
             times=longest,
-            memory=memory,
-            seconds_left=left,
-            mix=mix,
-            energy_joules=energy,
-            power_watts=power,
+            memory=self._memory() if self.writers else None,
+            seconds_left=(self.train_iters - self._iteration) * self._since_line.seconds() / iterations,
+            mix={} if self.mix is None or not self.writers else self.mix(self._consumed),
+            energy_joules=None if joules is None else joules / iterations,
+            power_watts=None if joules is None else joules / self._since_line.seconds(),
         )
-        last = interval.last
-        assert last is not None
-        rates = self._speed(self._since_line.seconds(), interval.iterations, self._line_samples)
         record = LogRecord(
             time=self._now(),
-            iteration=last.iteration,
+            step=interval.steps[-1],
             train_iters=self.train_iters,
-            consumed_samples=last.consumed_samples,
-            global_batch_size=last.global_batch_size,
-            elapsed_ms_per_iteration=rates.seconds_per_iteration * 1000.0,
-            learning_rate=last.learning_rate,
-            decoupled_learning_rate=last.decoupled_learning_rate,
             losses=interval.losses,
-            loss_scale=1.0 if last.loss_scale is None else last.loss_scale,
-            grad_norm=last.grad_norm,
+            speed=self._speed(self._since_line.seconds(), interval.iterations, self._line_samples),
+            shows_throughput=self.log_throughput,
             skipped_samples=skipped_samples,
-            throughput_tflops=rates.tflops_per_device if self.log_throughput else None,
-            energy_joules=energy,
-            power_watts=power,
-            num_zeros=last.num_zeros,
-            params_norm=last.params_norm,
-            max_attention_logit=last.max_attention_logit,
             skipped_iterations=interval.skipped,
             nan_iterations=interval.nan,
-            tokens=last.tokens,
-            speed=rates,
             times=self.timers.text_of(times, normalizer=iterations),
-            memory=memory,
-            seconds_left=left,
         )
         for writer in self.writers:
             writer.line(record)

@@ -1,12 +1,12 @@
 """Builds the hooks that the flags ask for."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.training.config.log import KINDS
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.fault_injector import FaultInjector
@@ -14,6 +14,7 @@ from megatron.training.hooks.gc import ManualGarbageCollection
 from megatron.training.hooks.group_timeout import GroupTimeout
 from megatron.training.hooks.hardware import ReplicaCheck, RerunReport, StragglerReport
 from megatron.training.hooks.hook import Hook
+from megatron.training.hooks.preemption import PreemptionNotice
 from megatron.training.hooks.profiler import make_memory_history, make_profiler
 from megatron.training.hooks.progress_file import ProgressFile
 from megatron.training.hooks.routing_trace import RoutingTrace
@@ -39,6 +40,8 @@ def build_hooks(
     if resilience.gpu_sniff_test_interval is not None:
         world = dist.group.WORLD if dist.is_initialized() else None
         hooks.append(SniffTest(resilience.gpu_sniff_test_interval, world, environment.device))
+    if resilience.preemption_notice is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        hooks.append(PreemptionNotice(resilience.preemption_notice, resilience.exit_signal))
     if config.fault_injector.faults:
         hooks.append(FaultInjector(config.fault_injector, environment.rank, environment.world_size, config.seed))
     if config.records.moe_routing_trace_path is not None:
@@ -61,16 +64,5 @@ def _profiling_hooks(config: PretrainConfig, rank: int) -> list[Hook]:
     if flags.record_memory_history:
         history = make_memory_history(flags.memory_snapshot_path, rank, flags.profile_ranks, flags.log_interval)
     if flags.profile:
-        profiler = make_profiler(
-            rank=rank,
-            ranks=flags.profile_ranks,
-            start=flags.profile_step_start,
-            end=flags.profile_step_end,
-            use_pytorch_profiler=flags.use_pytorch_profiler,
-            directory=flags.tensorboard_dir or config.checkpoint.save,
-            record_shapes=flags.record_shapes or flags.pytorch_profiler_collect_shapes,
-            with_stack=flags.pytorch_profiler_collect_callstack,
-            with_execution_trace=flags.pytorch_profiler_collect_chakra,
-            all_threads=overlaps_expert_communication(config.transformer),  # backwards have a thread of their own
-        )
+        profiler = make_profiler(flags, rank, flags.tensorboard_dir or config.checkpoint.save)
     return [hook for hook in (history, profiler) if hook is not None]

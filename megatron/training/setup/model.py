@@ -7,8 +7,7 @@ megatron.core alone has recompute too.
 """
 
 import contextlib
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,21 +50,6 @@ def build_model(context: Context, build_chunk: Callable[[Context, Stage], nn.Mod
             chunk = build_chunk(context, stage)
         chunks.append(parallelize(chunk, config, environment))
     return chunks
-
-
-@contextlib.contextmanager
-def explains_lack_of_host_memory() -> Iterator[None]:
-    """Turns torch's error for a tensor that this machine has no memory for into a UserError."""
-    try:
-        yield
-    except RuntimeError as error:
-        asked = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
-        if asked is None:
-            raise
-        raise UserError(
-            "the memory of this machine cannot hold this rank's part of the model: one tensor takes "
-            f"{int(asked[1]) / 1e9:,.1f} GB; --dry-run prints how much each rank would need"
-        ) from error
 
 
 def build_optimizer(

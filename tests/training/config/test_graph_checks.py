@@ -46,8 +46,22 @@ def test_what_is_no_part_of_a_micro_batch_graph(flags: str, ranks: int, problem:
 
 
 def test_the_message_names_the_flag_that_was_given() -> None:
-    assert problems_of("--num-experts 4 --enable-cuda-graph")[0].startswith("--enable-cuda-graph: ")
     assert problems_of(f"--num-experts 4 {GRAPHS}")[0].startswith("--cuda-graph-impl local: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"), [("--tensor-model-parallel-size 2", 2), ("--num-experts 4", 1), ("--log-straggler", 1)]
+)
+def test_the_older_flag_stays_in_commands_without_graphs(flags: str, ranks: int) -> None:
+    """Graphs only change speed. Scripts for Megatron-LM leave --enable-cuda-graph in for every layout."""
+    config = configured(f"--enable-cuda-graph {flags}", ranks=ranks)
+    assert config.transformer.cuda_graph_impl == "none" and not config.transformer.enable_cuda_graph
+    (note,) = [note for note in config.notes if note.startswith("--enable-cuda-graph: has no effect: ")]
+    assert flags in note and "results are the same" in note
+
+
+def test_the_older_flag_makes_graphs_where_they_fit() -> None:
+    assert configured("--enable-cuda-graph").transformer.enable_cuda_graph
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import SMALL, problems_of, words_of
+from support.each import for_each
 
 from megatron.core.declarations.config_fields import FlagDeclaration
 from megatron.training.config.command_line import read_command_line
@@ -136,13 +137,16 @@ NAMED_BY_PARAMETER = {
 """Flags whose tests name the parameter that the flag sets."""
 
 
-@pytest.mark.parametrize("spelling", sorted(ANSWERS))
-def test_a_flag_is_answered_as_it_is_said_to_be(spelling: str) -> None:
+@for_each(sorted(ANSWERS))
+def test_a_flag_is_answered_as_it_is_said_to_be(spelling: str, tmp_path: Path) -> None:
     answer: Answer = ANSWERS[spelling]
     flag = flags_by_spelling().get(spelling)
     words = words_of(flag) if flag is not None else ["1"] if spelling in NEEDS_A_WORD else []
     words = [os.devnull] if spelling in ("--config", "--yaml-cfg") else words
     words = ["llama3-8b"] if spelling == "--recipe" else words
+    if flag is not None and flag.field in ("deepspeed_config", "accelerate_config"):
+        words = [str(tmp_path / "empty.json")]
+        (tmp_path / "empty.json").write_text("{}")
     line = read_command_line([*SMALL.split(), spelling, *words])
     if answer.kind == "translated":
         assert any(spelling in warning for warning in line.warnings) and not line.problems

@@ -123,7 +123,8 @@ RULES: list[tuple[type, dict[str, object], str]] = [
     (
         TrainingConfig,
         {"train_samples": 99, "rampup_batch_size": [2, 4, 100]},
-        "--rampup-batch-size 2 4 100: from 2 in steps of 4 the batch does not reach",
+        "--rampup-batch-size 2 4 100: from 2 in steps of 4 the batch does not reach --global-batch-size 16; it reaches "
+        "14 or 18",
     ),
     (EvaluationConfig, {"eval_interval": 0}, "--eval-interval 0 must be at least 1"),
     (EvaluationConfig, {"eval_iters": -1}, "--eval-iters -1 must be at least 0"),

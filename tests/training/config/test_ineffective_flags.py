@@ -19,8 +19,8 @@ def test_what_hides_exchanges_says_where_there_are_none() -> None:
         return [note.partition(":")[0] for note in notes if "has no effect with --expert-model-parallel-size 1" in note]
 
     shared = "--moe-shared-expert-overlap"
-    both = f"--overlap-moe-expert-parallel-comm {shared} --moe-shared-expert-intermediate-size 64"
-    assert said(both) == [shared, "--overlap-moe-expert-parallel-comm"]
+    both = f"--delay-wgrad-compute {shared} --moe-shared-expert-intermediate-size 64"
+    assert said(both) == [shared, "--delay-wgrad-compute"]
     assert said(f"{both} --expert-model-parallel-size 2", ranks=2) == said("") == said(shared) == []
     assert said(f"{both} --expert-tensor-parallel-size 2", ranks=2) == [shared]  # an expert's channels are elsewhere
     assert said(f"{both} --tensor-model-parallel-size 2 --sequence-parallel", ranks=2) == [shared]
@@ -34,6 +34,27 @@ def test_pieces_say_which_layers_have_none() -> None:
     assert said("") == said("--tp-comm-overlap-transport process-group --tp-comm-overlap-rs-dgrad") == []
     (note,) = said("--fp8-format hybrid --fp8-recipe delayed")
     assert note.startswith("--tp-comm-overlap: products in fp8 are not cut, since a scale needs the largest value")
+
+
+def test_weights_in_mxfp8_are_not_gathered_in_it() -> None:
+    def said(recipe: str) -> list[str]:
+        flags = f"--fp8-param-gather --use-distributed-optimizer --fp8-format e4m3 --fp8-recipe {recipe}"
+        return [note for note in configured(flags).notes if note.startswith("--fp8-param-gather")]
+
+    assert said("tensorwise") == []
+    (note,) = said("mxfp8")
+    assert note.startswith("--fp8-param-gather: has no effect with --fp8-recipe mxfp8, where a weight and its trans")
+
+
+def test_gathered_keys_travel_by_the_ring() -> None:
+    def said(words: str, ranks: int = 2) -> list[str]:
+        flags = f"--context-parallel-size {ranks} --cp-comm-type {words}"
+        return [note for note in configured(flags, ranks=ranks).notes if "the ring of p2p computes" in note]
+
+    assert said("p2p") == said("p2p a2a") == said("all_gather", ranks=1) == []
+    for words in ("all_gather", "p2p all_gather"):
+        (note,) = said(words)
+        assert note.startswith(f"--cp-comm-type {words}: "), note
 
 
 def test_a_split_that_nothing_reads() -> None:

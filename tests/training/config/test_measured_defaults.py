@@ -84,7 +84,6 @@ def test_two_expert_parallel_ranks_of_a_host_with_gpus_hide_their_exchange() -> 
     assert chosen("--pipeline-model-parallel-size 2", ranks=4, of_host=4) is True
     alone = chosen(has_cuda=False), chosen(of_host=None), chosen(of_host=1)
     alone += chosen("--moe-token-dispatcher-type alltoall"), chosen("--moe-token-dispatcher-type flex")
-    alone += (chosen("--overlap-moe-expert-parallel-comm"),)
     alone += chosen("--expert-model-parallel-size 4", ranks=4, of_host=4), chosen("--use-megatron-fsdp")
     alone += (chosen("--tensor-model-parallel-size 2 --sequence-parallel", ranks=4, of_host=4),)
     assert all(each is False for each in alone)

@@ -7,7 +7,14 @@ import pytest
 
 from megatron.core.declarations.config_fields import flag, not_yet
 from megatron.core.exceptions import UserError
-from megatron.training.config.tool_flags import Section, ToolParser, number, read_tool_flags, whole_number
+from megatron.training.config.tool_flags import (
+    Section,
+    ToolParser,
+    number,
+    read_tool_flags,
+    whole_number,
+    with_commands_of_wheel,
+)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -127,3 +134,10 @@ def test_mistakes(words: str) -> None:
         UserError, match=r"^(--size: .*such as 8B|--count: .*such as 3|unrecognized arguments: --cou 1)$"
     ):
         parser().parse_args(words.split())
+
+
+def test_help_in_a_wheel_names_no_folder_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "usage: python tools/checkpoint/convert.py DIR"
+    assert with_commands_of_wheel(text) == text
+    monkeypatch.setattr("sys.argv", ["/venv/site-packages/megatron/checkout/tools/checkpoint/convert.py"])
+    assert with_commands_of_wheel(text) == "usage: python -m megatron checkpoint/convert DIR"

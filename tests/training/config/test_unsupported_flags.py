@@ -2,7 +2,9 @@
 
 from megatron.training.config.flag_table import flags_by_spelling
 from megatron.training.config.retired import REFUSED, RETIRED
-from megatron.training.config.unsupported_flags import UNSUPPORTED_FLAGS
+from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS
+
+UNSUPPORTED_FLAGS = ACCEPTED_FLAGS.keys() | REFUSED_FLAGS.keys()
 
 
 def test_no_flag_is_both_supported_and_unsupported() -> None:

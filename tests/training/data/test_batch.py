@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron.training.data.batch import Batch, collate_gpt
+from megatron.core.exceptions import UserError
+from megatron.training.data.batch import Batch, CollatedDataset, collate_gpt
 
 
 def test_items_are_stacked(build_dataset):
@@ -48,3 +49,12 @@ def test_items_of_a_users_dataset_need_no_ids():
     assert batch.sample_ids is None
     with pytest.raises(KeyError, match="weights"):
         batch["weights"]
+
+
+def test_a_row_that_fills_up_a_batch_of_a_users_dataset_has_no_loss():
+    item = {"tokens": torch.arange(3), "loss_mask": torch.ones(3)}
+    dataset = CollatedDataset([item], list)
+    assert len(dataset) == 1 and dataset[0] is item
+    assert torch.equal(dataset[None]["tokens"], item["tokens"]) and not dataset[None]["loss_mask"].any()
+    with pytest.raises(UserError, match="needs items with a tensor loss_mask; give a number of batches instead"):
+        CollatedDataset([torch.ones(1)], list)[None]

@@ -10,7 +10,7 @@ from support.command_lines import SMALL, configured, problems_of, without
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
-from megatron.training.data.batch import collate_gpt
+from megatron.training.data.batch import CollatedDataset, collate_gpt
 from megatron.training.data.splits import build_splits, collate_of
 from megatron.training.state import TrainState
 
@@ -152,3 +152,9 @@ def test_validation_sets_of_a_script_are_a_list() -> None:
     with pytest.raises(UserError, match="3 names for 2 validation sets"):
         names = " --validation-set-names a b c --valid-data-path a b c"
         build(flags + names, Numbers(), [Numbers(), Numbers()], Numbers(), base=WITH_DATA)
+
+
+def test_a_data_set_may_bring_its_own_collate_function() -> None:
+    splits = build("", CollatedDataset(Numbers(), list), Numbers(), Numbers())
+    assert next(splits.train) == [torch.tensor(0), torch.tensor(1)]
+    splits.close()

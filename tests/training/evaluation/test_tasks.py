@@ -105,6 +105,14 @@ def test_scores_are_lines_of_the_metrics_file(alone: tuple[Path, Outcome]) -> No
     assert (lines[5]["acc_norm"], lines[5]["acc_norm stderr"], lines[5]["documents"]) == (value, error, 5)
 
 
+def test_the_average_of_the_weights_has_scores_of_its_own(alone: tuple[Path, Outcome]) -> None:
+    path, _ = alone
+    found = scores(train(f"{RUN} --train-iters 1 --eval-tasks {path} --ema-decay 0.5"))
+    names = [str(task["task"]) for task in TASKS]
+    assert [name for _, name in found] == [*names, *(f"{name}-ema" for name in names)]
+    assert found[1, "texts"] != found[1, "texts-ema"]
+
+
 MANY = {
     "tp2-pp2-vpp2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
     "--num-layers-per-virtual-pipeline-stage 1",

@@ -53,6 +53,14 @@ def test_a_non_finite_loss_ends_the_run_unsaved():
     assert (decision.reason, decision.exit_code, decision.save) == (ExitReason.NON_FINITE, 1, False)
 
 
+def test_a_hook_asks_for_the_end():
+    agreement = ExitAgreement(None)
+    assert agreement.after_step(1) is None
+    agreement.ask()
+    decision = agreement.after_step(2)
+    assert (decision.reason, decision.exit_code, decision.save) == (ExitReason.ASKED, 0, True)
+
+
 LOOP = """
 import signal, sys, time, torch, torch.distributed as dist
 from megatron.training.hooks.exit import ExitAgreement, agreement_group

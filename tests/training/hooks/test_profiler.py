@@ -1,7 +1,6 @@
 """Profiles of chosen steps on chosen ranks."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
+from megatron.training.config.log import LoggingConfig
 from megatron.training.hooks.profiler import (
     MAX_ENTRIES,
     MemoryHistory,
@@ -18,6 +18,12 @@ from megatron.training.hooks.profiler import (
     make_profiler,
     nvtx_marks,
 )
+
+
+def flags(start, end, use_pytorch_profiler=True, **others):
+    return LoggingConfig(
+        profile_step_start=start, profile_step_end=end, use_pytorch_profiler=use_pytorch_profiler, **others
+    )
 
 
 def run_profiled(hook, first, last):
@@ -48,34 +54,14 @@ def test_torch_profiler_records_the_steps_asked_for(tmp_path, first, last, expec
     assert steps_in(hook.trace) == expected
 
 
-@pytest.mark.parametrize(("all_threads", "products"), [(False, 1), (True, 2)])
-def test_torch_profiler_records_other_threads_if_asked_to(tmp_path, all_threads, products):
-    hook = make_profiler(
-        rank=0, ranks=[0], start=0, end=1, use_pytorch_profiler=True, directory=tmp_path, all_threads=all_threads
-    )
-
-    def compute():
-        torch.ones(8, 8) @ torch.ones(8, 8)
-
-    with ThreadPoolExecutor(1) as other:
-        other.submit(compute).result()  # the thread is there before the profiler
-        hook.before_step(0)
-        compute()
-        other.submit(compute).result()
-        hook.after_step(1)
-    events = json.loads(hook.trace.read_text())["traceEvents"]
-    assert sum(event.get("name") == "aten::mm" for event in events) == products
-
-
 def test_an_execution_trace_has_the_operators_of_the_recorded_steps(tmp_path):
     """--pytorch-profiler-collect-chakra"""
-    flags = {"rank": 0, "ranks": [0], "start": 1, "end": 2, "use_pytorch_profiler": True, "directory": tmp_path}
-    hook = make_profiler(**flags, with_execution_trace=True)
+    hook = make_profiler(flags(1, 2, pytorch_profiler_collect_chakra=True), 0, tmp_path)
     run_profiled(hook, 0, 3)
     nodes = json.loads(hook.execution_trace.read_text())["nodes"]
     assert [node["name"] for node in nodes].count("aten::mm") == 1
     assert {node["name"] for node in nodes if node["name"].startswith("step ")} == {"step 1"}
-    plain = make_profiler(**flags | {"rank": 0, "directory": tmp_path / "plain"})
+    plain = make_profiler(flags(1, 2), 0, tmp_path / "plain")
     run_profiled(plain, 0, 3)
     assert plain.execution_trace is None and list((tmp_path / "plain").iterdir()) == [plain.trace]
 
@@ -88,13 +74,12 @@ def test_a_run_that_never_gets_there_writes_no_profile(tmp_path):
 
 
 def test_choice_of_profiler(tmp_path):
-    flags = {"ranks": [1], "start": 1, "end": 2, "use_pytorch_profiler": True}
-    assert make_profiler(rank=0, directory=tmp_path, **flags) is None
-    assert isinstance(make_profiler(rank=1, directory=tmp_path, **flags), TorchProfiler)
+    assert make_profiler(flags(1, 2), 1, tmp_path) is None
+    assert isinstance(make_profiler(flags(1, 2), 0, tmp_path), TorchProfiler)
     with pytest.raises(UserError, match="--use-pytorch-profiler writes into --tensorboard-dir"):
-        make_profiler(rank=1, directory=None, **flags)
+        make_profiler(flags(1, 2), 0, None)
     with pytest.raises(UserError, match="--profile-step-start 5 --profile-step-end 5"):
-        make_profiler(rank=0, directory=None, **{**flags, "start": 5, "end": 5})
+        make_profiler(flags(5, 5), 1, None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA can do it")
@@ -102,7 +87,7 @@ def test_nsight_without_cuda_names_the_way(capsys):
     """A command written for GPUs also runs on a CPU."""
     with pytest.raises(UserError, match=r"--profile .* --use-pytorch-profiler"):
         NsightProfiler(10, 12)
-    assert make_profiler(rank=0, ranks=[0], start=1, end=2, use_pytorch_profiler=False, directory=None) is None
+    assert make_profiler(flags(1, 2, use_pytorch_profiler=False), 0, None) is None
     assert "--profile: nothing is recorded" in capsys.readouterr().out
 
 

@@ -17,6 +17,7 @@ from megatron.training.config.flag_table import Flag, flag_table
 from megatron.training.config.flag_words import number, whole_number
 from megatron.training.config.recorded_flags import read_recorded
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.config.training import SOURCES_OF_FLAGS
 from megatron.training.inspection.print_config import config_lines
 from megatron.training.inspection.run_description import command_line_of
 
@@ -57,7 +58,7 @@ def rounds() -> list[list[str]]:
     return [[word for words in table if at < len(words) for word in words[at]] for at in range(longest)]
 
 
-ACTING = ("config_file", "recipe", "print_config", "dry_run", "mock_data")
+ACTING = (*SOURCES_OF_FLAGS, "print_config", "dry_run", "mock_data")
 """Flags that act on others, or that a file cannot give."""
 
 

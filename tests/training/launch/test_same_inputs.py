@@ -142,6 +142,27 @@ def test_every_rank_says_the_same(flags_of_last: str, found: str) -> None:
     assert run_on_ranks(found_with_flags, 3, flags_of_last) == [found] * 3
 
 
+def found_with_folders(flags: str) -> str:
+    """Two hosts whose local disks are in different places. The second one may have no such flag."""
+    rank, temporary = torch.distributed.get_rank(), "--non-persistent-save-interval 1 --non-persistent-ckpt-type local"
+    path = f"/disk{rank}"
+    own = flags.format(path) if rank == 0 or "{}" in flags else ""
+    base = f"{TINY} --mock-data --train-iters 1 --bf16 --save x {own}"
+    more = f"{temporary} --non-persistent-local-ckpt-dir {path}"
+    try:
+        check_same_flags(configure(f"{base} {more}".split(), launch_environment=LaunchEnvironment(2, False)))
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_hosts_may_have_their_local_disks_in_different_places() -> None:
+    offload = "--use-distributed-optimizer --optimizer-cpu-offload --optimizer-nvme-offload-path"
+    assert run_on_ranks(found_with_folders, 2, f"{offload} {{}}") == ["nothing"] * 2
+    told = run_on_ranks(found_with_folders, 2, f"{offload} /disk")[0]
+    assert "--optimizer-nvme-offload-path is a folder on rank 0 and None on rank 1: start every rank" in told
+
+
 def found_with_hosts(flags: str) -> str:
     """Two hosts with GPUs, one of 3 ranks and one of 4, as in an uneven job."""
     rank, layout = torch.distributed.get_rank(), "--tensor-model-parallel-size 2 --sequence-parallel --bf16"

@@ -14,20 +14,21 @@ from megatron.training.log.console_line import (
     perplexity,
 )
 from megatron.training.log.memory import MemoryReport
-from megatron.training.log.records import LogRecord, Speed, TaskRecord, ValidationRecord
+from megatron.training.log.records import LogRecord, Speed, StepRecord, TaskRecord, ValidationRecord
 
 RECORD = LogRecord(
     time=datetime(2026, 1, 2, 3, 4, 5, 678),
-    iteration=100,
+    step=StepRecord(
+        100, {}, consumed_samples=1600, global_batch_size=16, learning_rate=1.5e-4, loss_scale=1.0, grad_norm=2.34567
+    ),
     train_iters=500000,
-    consumed_samples=1600,
-    global_batch_size=16,
-    elapsed_ms_per_iteration=123.456,
-    learning_rate=1.5e-4,
     losses={"lm loss": 9.8765432},
-    loss_scale=1.0,
-    grad_norm=2.34567,
+    speed=Speed(0.123456),
 )
+
+
+def with_step(record, **values):
+    return replace(record, step=replace(record.step, **values))
 
 
 def test_plain_line():
@@ -43,18 +44,14 @@ def test_line_with_every_part():
     record = replace(
         RECORD,
         skipped_samples=32,
-        throughput_tflops=401.23,
-        energy_joules=512.34,
-        power_watts=700.0,
-        decoupled_learning_rate=2e-4,
+        speed=Speed(0.123456, tflops_per_device=401.23),
+        shows_throughput=True,
         losses={"lm loss": 1.0, "sop loss": 0.5},
-        loss_scale=65536.0,
-        num_zeros=17,
-        params_norm=88.8888,
         skipped_iterations=3,
         nan_iterations=12,
     )
-    assert format_line(record) == (
+    step = {"energy_joules": 512.34, "power_watts": 700.0, "decoupled_learning_rate": 2e-4, "loss_scale": 65536.0}
+    assert format_line(with_step(record, **step, num_zeros=17, params_norm=88.8888)) == (
         " [2026-01-02 03:04:05.000678] iteration      100/  500000 | consumed samples:         1600 | "
         "skipped samples:           32 | elapsed time per iteration (ms): 123.5 | "
         "throughput per GPU (TFLOP/s/GPU): 401.2 | energy per GPU (J/iter/GPU): 512.3 | power per GPU (W/GPU): 700.0 | "
@@ -105,13 +102,13 @@ def test_short_line():
     """--log-style short"""
     memory = MemoryReport(0, 3 << 30, device_peak_allocated=62 << 30)
     speed = Speed(0.1, tokens_per_second=1234567.8, mfu=0.4123)
-    record = replace(RECORD, speed=speed, memory=memory, seconds_left=93784.0)
+    record = with_step(replace(RECORD, speed=speed), memory=memory, seconds_left=93784.0)
     assert format_short_line(record) == (
         "step    100/500000 | lm loss 9.8765 | grad norm 2.346 | 1.23M tokens/s | MFU 41.2% | "
         "62.0 GiB | 1 d 2:03:04 left"
     )
-    assert "grad norm 2.346 | lr 1.500e-04 | 62.0 GiB" in format_short_line(replace(record, speed=None))
-    plain = replace(RECORD, memory=MemoryReport(0, 3 << 30), losses={}, grad_norm=None, learning_rate=None)
+    assert "grad norm 2.346 | lr 1.500e-04 | 62.0 GiB" in format_short_line(replace(record, speed=Speed(0.1)))
+    plain = with_step(replace(RECORD, losses={}), memory=MemoryReport(0, 3 << 30), grad_norm=None, learning_rate=None)
     assert format_short_line(plain) == "step    100/500000 | 3.0 GiB"
     timed = format_short_line(replace(plain, times="times (ms):")).splitlines()
     assert timed == ["step    100/500000 | 3.0 GiB", "times (ms):"]
@@ -120,16 +117,15 @@ def test_short_line():
 def test_a_short_line_fits():
     losses = {"lm loss": 9.8765432, **{f"mtp_{number} loss": 1.0 for number in range(20)}}
     speed = Speed(0.1, tokens_per_second=123456789.0, mfu=0.4123)
-    record = replace(
-        RECORD, losses=losses, speed=speed, memory=MemoryReport(0, 3 << 40), seconds_left=1e7, skipped_iterations=3
-    )
+    record = replace(RECORD, losses=losses, speed=speed, skipped_iterations=3)
+    record = with_step(record, memory=MemoryReport(0, 3 << 40), seconds_left=1e7)
     line = format_short_line(record)
     assert 100 < len(line) <= 120 and line.endswith("115 d 17:46:40 left")
     assert "lm loss 9.8765 |" in line and "skipped 3, NaN 0" in line
-    huge = replace(record, losses={"lm loss": 1.5e38}, grad_norm=3e37, iteration=10**9, train_iters=10**9)
-    line = format_short_line(replace(huge, speed=Speed(0.1, tokens_per_second=9.9e13, mfu=0.4123)))
+    huge = replace(record, losses={"lm loss": 1.5e38}, train_iters=10**9, speed=Speed(0.1, 9.9e13, mfu=0.4123))
+    line = format_short_line(with_step(huge, grad_norm=3e37, iteration=10**9))
     assert "lm loss 1.50e+38 | skipped" in line and len(line) <= 120 and line.endswith("115 d 17:46:40 left")
-    shorter = format_short_line(replace(record, seconds_left=60.0, skipped_iterations=0))
+    shorter = format_short_line(with_step(replace(record, skipped_iterations=0), seconds_left=60.0))
     assert "lm loss 9.8765 | mtp_0 loss 1.0000 | 123.46M" in shorter and 100 < len(shorter) <= 120
 
 

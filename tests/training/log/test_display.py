@@ -1,14 +1,13 @@
 """What a terminal and a file get to see."""
 
 import io
-import math
 import re
 from datetime import datetime
 
 from rich.console import Console
 
 from megatron.training.log.console_line import format_duration, format_line, format_short_line
-from megatron.training.log.display import SHORT, LiveDisplay, PlainDisplay, make_display, sparkline
+from megatron.training.log.display import SHORT, BarDisplay, PlainDisplay, make_display
 from megatron.training.log.records import Event, LogRecord, Speed, StepRecord, ValidationRecord
 
 SPEED = Speed(seconds_per_iteration=0.1, tokens_per_second=12345.0, tflops_per_device=400.0, mfu=0.404)
@@ -17,15 +16,9 @@ SPEED = Speed(seconds_per_iteration=0.1, tokens_per_second=12345.0, tflops_per_d
 def line(iteration):
     return LogRecord(
         time=datetime(2026, 1, 2, 3, 4, 5),
-        iteration=iteration,
+        step=StepRecord(iteration, {}, tokens=64 * iteration, global_batch_size=8, learning_rate=1e-3, grad_norm=1.0),
         train_iters=100,
-        consumed_samples=8 * iteration,
-        global_batch_size=8,
-        elapsed_ms_per_iteration=100.0,
-        learning_rate=1e-3,
         losses={"lm loss": 2.5},
-        grad_norm=1.0,
-        tokens=64 * iteration,
         speed=SPEED,
     )
 
@@ -59,13 +52,13 @@ def test_a_file_gets_megatron_lms_lines_and_nothing_else():
 
 def test_a_dumb_terminal_gets_plain_lines():
     console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
-    assert isinstance(make_display(100, console=console), PlainDisplay)
+    assert type(make_display(100, console=console)) is PlainDisplay
 
 
-def test_a_terminal_gets_whole_lines_above_a_panel():
+def test_a_terminal_gets_whole_lines_above_a_bar():
     console = terminal()
     display = make_display(100, console=console)
-    assert isinstance(display, LiveDisplay)
+    assert isinstance(display, BarDisplay)
     run(display)
     text = console.file.getvalue()
     # 80 columns are fewer than the line has; it must still come in one piece to be searched for.
@@ -73,38 +66,17 @@ def test_a_terminal_gets_whole_lines_above_a_panel():
     assert format_line(line(20)) in text
     shown = without_codes(text)
     assert " validation loss at iteration 20 | lm loss value: 2.750000E+00 | " in shown
-    panel = shown[shown.rindex("╭") :]
-    for fact in (
-        "20 of 100 iterations",
-        "2.5000",
-        "1.000e-03",
-        "12,345 tokens/s",
-        "400.0 TFLOP/s",
-        "MFU 40.4%",
-        "0:00:08",
-        "lm loss 2.7500 at iteration 20",
-        "iteration 20",
-        "1 updates",
-    ):
-        assert fact in panel, fact
+    assert "20 of 100 iterations" in shown.splitlines()[-1]
 
 
 def test_redraws_between_lines_are_limited():
     console = terminal()
-    display = LiveDisplay(1000, console=console, refreshes_per_second=0.001)
+    display = BarDisplay(1000, console=console, refreshes_per_second=0.001)
     written = len(console.file.getvalue())
     for iteration in range(1, 200):
         display.progress(iteration)
     assert len(console.file.getvalue()) == written
     display.close()
-
-
-def test_sparkline():
-    assert sparkline([0.0, 7.0], 10) == "▁█"
-    assert sparkline([1.0, 1.0], 10) == "▁▁"
-    assert sparkline([0.0, math.nan, 7.0], 10) == "▁×█"
-    assert sparkline([math.inf], 10) == "×"
-    assert len(sparkline(range(100), 10)) == 10
 
 
 def test_durations():
@@ -113,12 +85,7 @@ def test_durations():
     assert format_duration(90000) == "1 d 1:00:00"
 
 
-def test_the_short_style_has_a_bar_on_a_terminal_and_lines_in_a_file():
-    console = terminal(120)
-    run(make_display(100, console=console, style=SHORT))
-    shown = without_codes(console.file.getvalue())
-    assert format_short_line(line(20)) in shown and "20 of 100 iterations" in shown
-    assert "training" not in shown and max(map(len, shown.splitlines())) <= 120
+def test_the_short_style():
     file = io.StringIO()
     run(make_display(100, console=Console(file=file), style=SHORT))
     assert file.getvalue().splitlines() == [

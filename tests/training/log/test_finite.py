@@ -41,7 +41,7 @@ def test_a_probe_sees_each_backward_and_forgets_what_was_taken() -> None:
         (module(torch.arange(2)).sum() * scale).backward()
     with torch.no_grad():
         module(torch.arange(2))  # an evaluation has no backward
-    assert [bool(flag) for flag in probe.take()] == [True, False] and probe.take() == []
+    assert [bool(flag) for flag in probe.take_tensors()] == [True, False] and probe.take_tensors() == []
     probe.remove()
     module(torch.arange(2)).sum().backward()
-    assert probe.take() == []
+    assert probe.take_tensors() == []

@@ -20,6 +20,11 @@ def report(total, count, name="lm loss"):
     return {name: torch.tensor([total, count], dtype=torch.float32)}
 
 
+def recorded(metrics, *arguments, **values):
+    """Records a step whose update was not applied and whose gradient norm is infinite, if nothing else is said."""
+    metrics.record(*step(*arguments, **{"update_applied": NOT_APPLIED, "grad_norm": INFINITE} | values))
+
+
 def test_loss_is_weighted_by_tokens_within_and_plain_over_iterations():
     metrics = StepMetrics("cpu")
     metrics.record(*step(1, [report(10.0, 5), report(2.0, 1)]))  # 12 / 6 = 2
@@ -33,15 +38,8 @@ def test_loss_is_weighted_by_tokens_within_and_plain_over_iterations():
 
 def test_one_value_is_averaged_over_microbatches():
     metrics = StepMetrics("cpu")
-    metrics.record(
-        *step(
-            1,
-            [
-                {"sop loss": torch.tensor(1.0), "lm loss": torch.tensor([2.0])},
-                {"sop loss": torch.tensor(2.0), "lm loss": torch.tensor([4.0])},
-            ],
-        )
-    )
+    reports = [{"sop loss": torch.tensor(value), "lm loss": torch.tensor([2 * value])} for value in (1.0, 2.0)]
+    metrics.record(*step(1, reports))
     assert metrics.collect(reset=True).losses == {"sop loss": 1.5, "lm loss": 3.0}
 
 
@@ -85,8 +83,6 @@ def test_a_line_without_reset_leaves_the_averages():
     assert second.iterations == 2
     empty = metrics.collect(reset=True)
     assert (empty.steps, empty.losses, empty.iterations) == ((), {}, 0)
-    assert empty.last is not None
-    assert empty.last.iteration == 2
 
 
 def test_nothing_counted_is_zero_not_nan():
@@ -102,15 +98,8 @@ def test_a_non_finite_loss_is_named_with_its_samples():
     assert not metrics.trouble_seen()
     metrics.record(*step(6, [report(1.0, 1)], sample_ids=[[0]]))
     assert not metrics.trouble_seen()
-    metrics.record(
-        *step(
-            7,
-            [report(1.0, 1), report(math.nan, 4), report(1.0, 1)],
-            update_applied=NOT_APPLIED,
-            grad_norm=torch.tensor(math.nan),
-            sample_ids=[[40, 41], [42, 43], [44, 45]],
-        )
-    )
+    reports, ids = [report(1.0, 1), report(math.nan, 4), report(1.0, 1)], [[40, 41], [42, 43], [44, 45]]
+    recorded(metrics, 7, reports, grad_norm=torch.tensor(math.nan), sample_ids=ids)
     assert metrics.trouble_seen()
     interval = metrics.collect(reset=True)
     assert (interval.nan, interval.skipped) == (1, 1)
@@ -128,22 +117,13 @@ def test_a_non_finite_gradient_is_named_by_the_probe():
     for scale in (1.0, math.inf):
         (head(embedding(torch.arange(3))).sum() * scale).backward()
     metrics = StepMetrics("cpu", rank=1)
-    metrics.record(
-        *step(
-            5,
-            [report(1.0, 1), report(1.0, 1)],
-            update_applied=NOT_APPLIED,
-            grad_norm=INFINITE,
-            gradients_finite=probe.take(),
-            sample_ids=[[8], [9]],
-        )
-    )
+    recorded(metrics, 5, [report(1.0, 1)] * 2, gradients_finite=probe.take_tensors(), sample_ids=[[8], [9]])
     assert metrics.trouble_seen()
     (found,) = metrics.collect(reset=True).non_finite
     assert (found.what, found.microbatch, found.sample_ids) == ("gradient at the embedding", 1, (9,))
     probe.remove()
     embedding(torch.arange(3)).sum().backward()
-    assert probe.take() == []
+    assert probe.take_tensors() == []
 
 
 def test_a_probe_goes_by_micro_batches_whatever_the_order_of_their_backwards():
@@ -156,20 +136,12 @@ def test_a_probe_goes_by_micro_batches_whatever_the_order_of_their_backwards():
             output.backward()
         with torch.no_grad():
             embedding(torch.arange(3))
-        assert [bool(flag) for flag in probe.take()] == [True, True, False]
+        assert [bool(flag) for flag in probe.take_tensors()] == [True, True, False]
 
 
 def test_a_rank_that_sees_what_others_see_names_nothing():
     metrics = StepMetrics("cpu", names=False)
-    metrics.record(
-        *step(
-            5,
-            [report(math.nan, 1)],
-            update_applied=NOT_APPLIED,
-            grad_norm=INFINITE,
-            sample_ids=[[8]],
-        )
-    )
+    recorded(metrics, 5, [report(math.nan, 1)], sample_ids=[[8]])
     assert metrics.trouble_seen() and metrics.collect(reset=True).non_finite == ()
 
 
@@ -179,7 +151,7 @@ def test_a_rank_that_computes_no_loss():
     metrics.record(*step(3, [], grad_norm=torch.tensor(2.0), update_applied=torch.tensor(True), consumed_samples=8))
     interval = metrics.collect(reset=True)
     assert interval.losses == {} and (interval.nan, interval.skipped) == (0, 0) and not metrics.trouble_seen()
-    assert interval.last is not None and (interval.last.grad_norm, interval.last.consumed_samples) == (2.0, 8)
+    assert (interval.steps[-1].grad_norm, interval.steps[-1].consumed_samples) == (2.0, 8)
 
 
 class _NoGroup:
@@ -188,15 +160,7 @@ class _NoGroup:
 
 def test_a_non_finite_norm_alone_names_all_samples():
     metrics = StepMetrics("cpu")
-    metrics.record(
-        *step(
-            5,
-            [report(1.0, 1)] * 2,
-            update_applied=NOT_APPLIED,
-            grad_norm=INFINITE,
-            sample_ids=[[8], [9]],
-        )
-    )
+    recorded(metrics, 5, [report(1.0, 1)] * 2, sample_ids=[[8], [9]])
     assert metrics.trouble_seen()
     (found,) = metrics.collect(reset=True).non_finite
     assert (found.what, found.microbatch, found.sample_ids) == ("gradient norm", None, (8, 9))
@@ -204,16 +168,7 @@ def test_a_non_finite_norm_alone_names_all_samples():
 
 def test_an_overflow_that_the_loss_scale_will_mend_is_counted_only():
     metrics = StepMetrics("cpu", expect_overflow=True)
-    flags = [NOT_APPLIED]
-    metrics.record(
-        *step(
-            1,
-            [report(1.0, 1)],
-            update_applied=NOT_APPLIED,
-            grad_norm=INFINITE,
-            gradients_finite=flags,
-        )
-    )
+    recorded(metrics, 1, [report(1.0, 1)], gradients_finite=[NOT_APPLIED])
     assert not metrics.trouble_seen()
     interval = metrics.collect(reset=True)
     assert (interval.non_finite, interval.skipped) == ((), 1)

@@ -59,8 +59,12 @@ def masked_product(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: 
     return torch.stack([(of_rows == number) * product for number, product in enumerate(products)]).sum(0)
 
 
-def add_masked_product(total: Tensor, left: Tensor, right: Tensor, groups: RowGroups, factor: float = 1.0) -> None:
+def add_masked_product(
+    total: Tensor, left: Tensor, right: Tensor, groups: RowGroups, factor: float = 1.0, replaces: bool = False
+) -> None:
     of_rows = groups.of_rows(left.shape[0])[:, None]
+    if replaces:
+        total.zero_()
     for number, own in enumerate(total):
         own.addmm_((left * (of_rows == number)).t().to(total.dtype), right.to(total.dtype), alpha=factor)
 
