@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import distribution, fast_cases, huge_pages
+from support import distribution, fast_cases, huge_pages, interpreter
 
 # Tests compute little, so several threads would only slow each other down. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -96,7 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Takes the objects of modules and collected tests, millions, out of all later garbage collections, and makes forks
-    of this process cheap."""
+    of this process cheap. Imports are done, so Triton's interpreter can be made faster."""
+    interpreter.patch_once()
     gc.collect()
     gc.freeze()
     gc.enable()

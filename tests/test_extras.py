@@ -13,7 +13,25 @@ STANDARD = {*sys.stdlib_module_names, "_typeshed"}  # the latter for type checke
 OTHER_NAMES = {"yaml": "pyyaml", "google": "tensorboard", "transformer_engine": "transformer-engine"}
 """Modules that are not called like the package that brings them."""
 LOADERS = ("import_module", "load_library", "find_spec")
-EXTRAS = {"training", "mlm", "te", "ssm", "hf", "sft", "parquet", "s3", "wandb", "loggers", "eval", "dev"}
+EXTRAS = {
+    "training",
+    "mlm",
+    "te",
+    "ssm",
+    "hf",
+    "gguf",
+    "sft",
+    "parquet",
+    "s3",
+    "wandb",
+    "loggers",
+    "nemo",
+    "serve",
+    "eval",
+    "docs",
+    "release",
+    "dev",
+}
 
 
 def names_of(requirements: list[str]) -> set[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Union
 
 import pytest
+from support.each import for_each
 
 from megatron.core.exceptions import UserError
 from megatron.homes import OLD_HOMES, NotHere, OldHomes, lazy_names, look_up
@@ -16,8 +17,9 @@ def entries() -> Iterator[tuple[str, str]]:
         yield from ((module, name) for name in (home if isinstance(home, dict) else ()))
 
 
-@pytest.mark.parametrize(("module", "name"), entries())
-def test_every_name_of_the_table_can_be_imported(module: str, name: str) -> None:
+@for_each(entries())
+def test_every_name_of_the_table_can_be_imported(entry: tuple[str, str]) -> None:
+    module, name = entry
     assert getattr(importlib.import_module(module), name) is not None
 
 

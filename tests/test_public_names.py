@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
+from support.each import for_each
 
 from megatron.facades.pretrain import _pretrain_configured
 
@@ -82,7 +82,7 @@ def missing_parameters(function: Callable[..., Any], megatron_lm: list[str]) -> 
     return absent or [name for name, here in zip(wanted, by_position, strict=False) if name != here]
 
 
-@pytest.mark.parametrize("entry", NAMES, ids=lambda entry: f"{entry['module']}.{entry['name']}")
+@for_each(NAMES, lambda entry: f"{entry['module']}.{entry['name']}")
 def test_a_public_name_is_there_and_takes_its_parameters(entry: dict[str, Any]) -> None:
     found, kind = find(entry), entry.get("kind")
     if kind == "function" and (entry["module"], entry["name"]) not in OTHER_PARAMETERS:
@@ -111,7 +111,7 @@ IMPORTED = [
 ]
 
 
-@pytest.mark.parametrize("entry", IMPORTED, ids=lambda entry: entry["name"])
+@for_each(IMPORTED, lambda entry: entry["name"])
 def test_what_entry_scripts_import_can_be_imported(entry: dict[str, Any]) -> None:
     words = entry["name"].split(".")
     end = next(n for n in range(len(words), 0, -1) if is_module(".".join(words[:n])))
@@ -120,7 +120,7 @@ def test_what_entry_scripts_import_can_be_imported(entry: dict[str, Any]) -> Non
         found = getattr(found, word)
 
 
-@pytest.mark.parametrize("entry", NAMES_019, ids=lambda entry: f"{entry['module']}.{entry['name']}")
+@for_each(NAMES_019, lambda entry: f"{entry['module']}.{entry['name']}")
 def test_a_name_of_current_scripts_is_there_and_takes_its_parameters(entry: dict[str, Any]) -> None:
     """`pretrain` has two forms, and the signature that it shows is the older one."""
     found = _pretrain_configured if entry["name"] == "pretrain" else find(entry)

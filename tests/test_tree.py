@@ -10,7 +10,6 @@ ROOT = Path(__file__).parents[1]
 NOTHING_TO_TEST = {
     "core/declarations/enums.py": "an enum",
     "core/exceptions.py": "an exception without code",
-    "core/micro_batch.py": "a record and a protocol, without code",
     "core/packed_seq_params.py": "Megatron-LM's record, without code",
     "core/utils/autograd_context.py": "the type of an argument, without code",
     "core/transformer/config/inference.py": "fields without code; test_transformer_config checks names and defaults",
@@ -22,26 +21,70 @@ _PARTS = "checkpoint", "data", "log", "model", "parallel", "resilience", "schedu
 _KERNELS = re.findall(r'^    "(.*)": ', (ROOT / "tests/core/ops/test_kernels_triton.py").read_text(), flags=re.M)
 _FIELDS = "architecture", "attention", "latent_attention", "low_precision", "memory", "moe", "positions"
 _COUNTS, _READING = ("parameter_count", "published_models"), ("questions", "specification_text")
-_PLANNED = "checklist", "contract", "exact_cost", "mapping", "plan", "report", "run_file", "settings_of_run"
+_NEMO_STEPS = "bases", "loss", "module_steps", "ranks"
+_NEMO_FLAGS = (
+    *("arguments", "data", "flags", "folders", "lr_scheduler", "model_flags", "optim", "precision", "trainer"),
+    *("io", "run_callbacks", "trainer_flags"),
+)
+_PLANNED = "checklist", "contract", "exact_cost", "mapping", "plan", "report", "settings_of_run"
 _FAMILIES = (
-    *("arcee", "bamba", "cohere", "ernie", "ernie_moe", "exaone4", "glm", "glm4_moe", "gpt_bigcode", "gpt_neox"),
-    *("granite_moe", "llama4", "minimax_m2", "nemotron", "phi", "qwen2_moe", "qwen3_5", "seed_oss", "smollm3"),
-    "starcoder2",
+    *("bamba", "cohere", "ernie", "exaone4", "glm", "gpt_neox", "llama", "llama4", "minimax_m2", "phi", "seed_oss"),
+    *("smollm3", "ungated"),
 )
 TESTED_TOGETHER = {
     "conversion/test_against_transformers.py": {f"conversion/{name}.py" for name in _FAMILIES},
     "training/config/test_impossible_values.py": {f"training/config/{part}.py" for part in _PARTS},
     "core/transformer/config/test_impossible_values.py": {f"core/transformer/config/{name}.py" for name in _FIELDS},
     "conversion/test_bert.py": {"conversion/modernbert.py"},
+    "conversion/test_families.py": {f"conversion/{name}.py" for name in ("decoder", "gpt2", "phi3")},
+    "conversion/test_layer_types.py": {"conversion/olmo.py"},
+    "data/preparation/test_prepare.py": {f"data/preparation/{name}.py" for name in ("batches", "messages")},
+    "data/tokenizer/test_build.py": {"data/tokenizer/config.py"},
+    "data/tokenizer/test_byte_level.py": {"data/tokenizer/bpe_kernels.py"},
+    "conversion/test_gguf.py": {"conversion/gguf_models.py"},
     "training/launch/test_environment.py": {"training/providers.py"},
+    "training/test_delayed_weight_gradients.py": {"core/micro_batch.py"},
+    "training/log/test_training_log.py": {"training/log/records.py"},
+    "training/test_evaluate.py": {"training/evaluations.py"},
+    "facades/nemo/lightning/test_strategy.py": {f"facades/nemo/lightning/{name}.py" for name in _NEMO_FLAGS},
+    "facades/nemo/lightning/test_megatron_parallel.py": {f"facades/nemo/lightning/{name}.py" for name in _NEMO_STEPS},
+    "facades/nemo/llm/test_gpt.py": {f"facades/nemo/llm/{name}.py" for name in ("api", "config", "data", "tokenizer")},
     "conversion/test_config_rules.py": {"conversion/layer_rules.py"},
     "conversion/test_remote_code.py": {"conversion/baichuan.py", "conversion/chatglm.py"},
+    "conversion/megatron_lm/test_exporting.py": {
+        f"conversion/megatron_lm/{name}.py" for name in ("dist_exporting", "exported_state", "exported_tensors")
+    },
+    "conversion/megatron_lm/test_plain_exporting.py": {"conversion/megatron_lm/numbered_state.py"},
     "diagnosis/memory/test_peak.py": {"diagnosis/memory/picture.py"},
     "diagnosis/planning/test_layouts.py": {"diagnosis/planning/ranking.py", "diagnosis/planning/rough_cost.py"},
     "diagnosis/planning/test_model_shape.py": {f"diagnosis/planning/{name}.py" for name in _COUNTS},
     "diagnosis/planning/test_specification.py": {f"diagnosis/planning/{name}.py" for name in _READING},
+    "training/config/foreign/test_deepspeed.py": {
+        f"training/config/foreign/{name}.py" for name in ("deepspeed_keys", "deepspeed_optimizer", "taking")
+    },
+    "training/config/foreign/test_accelerate.py": {
+        f"training/config/foreign/{name}.py" for name in ("accelerate_fields", "files")
+    },
+    "facades/test_hf_trainer.py": {"facades/hf_rows.py"},
+    "test_programs.py": {"__main__.py"},
     "tools/test_plan.py": {f"diagnosis/planning/{name}.py" for name in _PLANNED},
+    "core/inference/test_generation.py": {"core/transformer/recurrent_cache.py"},
+    "core/inference/test_engine.py": {f"core/inference/{name}.py" for name in ("call_channel", "layout_forward")},
+    "serving/test_api.py": {"serving/answers.py", "serving/engine_thread.py"},
+    "serving/test_openai_requests.py": {"serving/json_fields.py"},
+    "tools/test_serve.py": {"serving/serve.py"},
+    "core/transformer/moe/test_moe_layer.py": {"core/transformer/moe/shared_experts.py"},
+    "core/context_parallel/test_attention.py": {"core/context_parallel/ring.py"},
+    "core/models/bert/test_bert_model_against_transformers.py": {
+        f"core/models/bert/{name}.py" for name in ("bert_lm_head", "pooler")
+    },
+    "core/transformer/moe/test_token_dispatcher.py": {
+        f"core/transformer/moe/{name}_dispatcher.py" for name in ("allgather", "alltoall", "flex")
+    },
     "core/ops/test_kernels_triton.py": {f"core/{file}" for file in _KERNELS},
+    "core/adapters/test_layers.py": {"core/adapters/attach.py", "core/adapters/config.py"},
+    "training/test_adapters.py": {"training/config/adapter_checks.py"},
+    "conversion/test_peft.py": {"conversion/merging.py"},
 }
 """Test files of several modules, each of which would have the same few lines, or which make one result together."""
 

@@ -68,7 +68,6 @@ EXPECTED = {
     "my_backend.py": r"iteration +4/ +4 .*\n[1-9]\d+ norms computed by backend mine: plain torch except norms",
     "average_attention.py": r"iteration +4/ +4 .* lm loss: ",
     "freeze_layers.py": r"this stage trains \d+ parameters\n.*iteration +4/",
-    "number_series.py": r"task number series at iteration 4 \| acc: \S+ \| largest logit: \S+ \| documents: 3",
     "hard_tokens.py": r"iteration +1/ .* hard tokens: .* validation loss .* hard tokens",
     "active_channels.py": r"iteration +4/ .* lm loss: \S+ \| active channels: [1-9]\.\d+E-01 ",
     "triangle.py": r"learning rate: 1\.000000E-03.*learning rate: 5\.500000E-03.*learning rate: 1\.000000E-02",

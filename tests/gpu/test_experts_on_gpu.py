@@ -116,14 +116,15 @@ def test_each_way_to_add_weight_gradients_agrees_at_the_sizes_of_a_large_model(
     expert_kernels.accumulated(ACCUMULATIONS[way], expert_kernels.LARGE, *widths)
 
 
+@pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("way", ACCUMULATIONS)
 def test_groups_of_any_length_have_right_weight_gradients_and_the_same_bits_at_every_run(
-    way: str, factor: float
+    way: str, factor: float, replaces: bool
 ) -> None:
     for case in expert_kernels.RAGGED:
-        first, again = (expert_kernels.accumulated(ACCUMULATIONS[way], *case, factor=factor) for _ in range(2))
-        assert torch.equal(first, again), case
+        found = [expert_kernels.accumulated(ACCUMULATIONS[way], *case, factor, replaces) for _ in range(2)]
+        assert torch.equal(*found), case
 
 
 def build(device: str, **settings: Any) -> GPTModel:

@@ -101,7 +101,6 @@ IN_BFLOAT16 = [
     ("sp2-pieces",),
     ("pp2-zb-v",),
     ("cp2-p2p",),
-    ("cp2-all_gather",),
     ("cp2-a2a",),
     ("dp2-optim_grads_params",),
     ("sp2", "pp2-interleaved"),

@@ -1,6 +1,7 @@
 """Activations and optimizer state in host memory on a GPU: every bit stays, memory leaves the device, nothing waits."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,8 +84,14 @@ def test_activations(model: dict[str, Any], offloaded: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"use_precision_aware_optimizer": True}])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_optimizer_state(settings: dict[str, Any], fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, _ = trained({}, **settings)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_optimizer_state(
+    settings: dict[str, Any], fraction: float, in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In host memory and in a file, which the host waits for without a wait for the device."""
+    if in_file:
+        settings = settings | {"optimizer_nvme_offload_path": str(tmp_path)}
+    plain, _ = trained({}, **{name: value for name, value in settings.items() if name != "optimizer_nvme_offload_path"})
     gc.collect()
     before = torch.cuda.memory_allocated()
     monkeypatch.setattr(host_state, "PIECE", 1 << 16)

@@ -37,7 +37,7 @@ OF_FORCED_CHOICES = [
 
 OF_NEWER_KINDS = [
     "moe-aux/dp2+ep2/per-token",
-    "moe-aux/pp2-interleaved+dp2-optim_grads_params+ep2-overlap-late/per-token",
+    "moe-aux/pp2-interleaved+dp2-optim_grads_params+ep2-late/per-token",
     "mla-yarn/sp2+cp2-p2p/per-token",
     "mla-packed/tp2+cp2-a2a/per-token",
     "mtp-packed/sp2+pp2/per-token",

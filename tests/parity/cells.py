@@ -91,7 +91,7 @@ class Cell:
 
     @property
     def fits(self) -> bool:
-        averaged = self.loss in self.model.losses
+        averaged = self.loss in losses_of(self.model, self.layout)
         return averaged and self.layout.ranks <= WORLD and self.layout.misfit(self.model) is None
 
     def __hash__(self) -> int:
@@ -106,6 +106,11 @@ class Cell:
         passes = tensor * context * GLOBAL_BATCH / self.rows * layers * self.model.steps
         harder = 4 * bool(self.model.experts) + 2 * (tensor > 1) + 1.5 * (context > 1)
         return 0.1 * self.layout.ranks + 0.0024 * passes * (1 + harder)
+
+
+def losses_of(model: Model, layout: Layout) -> tuple[str, ...]:
+    """Returns the losses that a model can have in a layout. A mean over micro-batches needs those of one process."""
+    return model.losses[:1] if layout.is_dynamic else model.losses
 
 
 def all_combinations(family: Family, most_ranks: int = WORLD) -> Iterator[Cell]:
@@ -162,7 +167,8 @@ def cells_of(family: Family, layouts: Iterable[tuple[str, ...]]) -> Iterator[Cel
         return next(cell for cell in cells if cell.fits)  # the next one begins with the model after it
 
     def cell(model: Model, whole: Layout, loss: str) -> Cell:
-        return Cell(model, whole, loss if loss in model.losses else model.losses[0])
+        losses = losses_of(model, whole)
+        return Cell(model, whole, loss if loss in losses else losses[0])
 
     for names in layouts:
         order = PIPELINE_BEFORE_DATA if "pp-before-dp" in names else Layout.order
@@ -174,7 +180,8 @@ def with_each_model(models: Iterable[Model], cells: Iterable[Cell]) -> Iterator[
     models = list(models)
     for cell in cells:
         for number, model in enumerate(models):
-            other = Cell(model, cell.layout, model.losses[number % len(model.losses)])
+            losses = losses_of(model, cell.layout)
+            other = Cell(model, cell.layout, losses[number % len(losses)])
             if other.fits:
                 yield other
 

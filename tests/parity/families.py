@@ -91,19 +91,20 @@ _PLAIN = Family(
     {name: choices[:1] if name == _NOT_FOR_ALL else choices for name, choices in DIMENSIONS.items()},
     # Stages of other sizes than those of pp2; a schedule that zb-v and further layouts with zb-h1 stand for; parts of
     # optim_grads_params; another exchange of the keys that p2p moves.
-    alike=("pp2-uneven", "pp2-zb-h1", "dp2", "dp2-optim_grads", "cp2-all_gather"),
+    alike=("pp2-uneven", "pp2-zb-h1", "dp2", "dp2-optim_grads"),
     further=[
         *((value.name,) for choices in FURTHER.values() for value in choices if _suits(value, DENSE)),
         *_cells(
-            "tp2+pp2-interleaved+cp2-a2a sp2+pp2-zb-h1+cp2-all_gather tp2+cp4-a2a sp4+pp2-zb-v "
+            "tp2+pp2-interleaved+cp2-a2a sp2+pp2-zb-h1+cp2-a2a tp2+cp4-a2a sp4+pp2-zb-v "
             "pp4-layout+dp2-optim_grads_params tp2+dp4-optim pp4+cp2-p2p sp2+pp4-zb-h1 sp2+cp2-p2p+recompute-all-parts "
             "pp2-zb-h1+dp2-optim_grads_params+recompute-all-parts tp2+dp2-optim_grads_params+recompute-norms "
-            "pp4-zb-v+dp2-optim_grads sp2-pieces+pp2-zb-h1+recompute-full tp2+pp2+dp2+pp-before-dp"
+            "pp4-zb-v+dp2-optim_grads sp2-pieces+pp2-zb-h1+recompute-full tp2+pp2+dp2+pp-before-dp "
+            "cp2-dynamic+dp2-optim cp1-dynamic+dp4-average sp2+cp2-dynamic+recompute-full"
         ),
     ],
     eight=_cells(
-        "sp2+pp2+cp2-p2p sp2+cp2-all_gather+dp2-optim_grads_params cp2-p2p+pp2+dp2-optim+pp-before-dp "
-        "sp2+dp4-hybrid pp2-interleaved+dp4-hybrid cp2-by-layer+dp4-hybrid"
+        "sp2+pp2+cp2-p2p sp2+cp2-a2a+dp2-optim_grads_params cp2-p2p+pp2+dp2-optim+pp-before-dp "
+        "sp2+dp4-hybrid pp2-interleaved+dp4-hybrid cp2-by-layer+dp4-hybrid sp2+cp2-dynamic+dp2"
     ),
     rare=_cells(
         "pp8-layout dp8-hybrid sp2+cp4-levels tp4+cp2-p2p pp2-zb-v+cp4-p2p pp2-variable+sp2+cp2-a2a "
@@ -118,11 +119,12 @@ _MODEL_OPTIONS = Family(
     _values(
         tensor="tp2 sp2",
         pipeline="pp2",
-        context="cp2-p2p cp2-all_gather cp2-a2a",
+        context="cp2-p2p cp2-a2a",
         recompute="recompute-full recompute-core",
     ),
     centres=("model",),
-    alike=("tp2", "cp2-all_gather"),
+    alike=("tp2",),
+    rare=_cells("cp2-dynamic+dp2 sp2+cp2-dynamic"),
 )
 
 _LATENT = Family(
@@ -131,12 +133,12 @@ _LATENT = Family(
     _values(
         tensor="tp2 sp2",
         pipeline="pp2 pp2-zb-h1",
-        context="cp2-p2p cp2-all_gather cp2-a2a",
+        context="cp2-p2p cp2-a2a",
         data="dp2-optim_grads_params",
         recompute="recompute-full recompute-core",
     ),
     centres=("model",),
-    alike=("tp2", "cp2-all_gather"),
+    alike=("tp2",),
     further=_cells("sp2+recompute-all-parts tp2+cp2-a2a+recompute-latents"),
     rare=_cells("sp2+cp4-levels"),
 )
@@ -150,25 +152,25 @@ _EXPERTS = Family(
         context="cp2-p2p cp2-a2a",
         data="dp2 dp2-optim_grads_params dp4-hybrid",
         recompute="recompute-full",
-        experts="ep2 ep4-etp1 ep2-etp1 etp2 ep2-overlap",
+        experts="ep2 ep4-etp1 ep2-etp1 etp2",
     ),
     centres=("model", "experts"),
     alike=("pp2-interleaved", "dp4-hybrid", "cp2-a2a"),
     further=_cells(
-        "dp4-hybrid+ep2 dp4-hybrid+ep2-etp1 sp2+dp2+ep2-etp2 pp2-interleaved+dp2+ep2-overlap sp2+pp2+dp2+ep2 "
+        "dp4-hybrid+ep2 dp4-hybrid+ep2-etp1 sp2+dp2+ep2-etp2 pp2-interleaved+dp2+ep2-late sp2+pp2+dp2+ep2 "
         "sp2+pp2+dp2-optim+ep2-etp1 sp2+pp2-interleaved+dp2-optim_grads+ep4-etp1 sp4+ep2-etp1 "
         "pp4-layout+dp2-optim_grads_params+ep2 pp2-uneven+dp2+ep2 dp4-average+ep2 sp2+ep2-etp1+recompute-moe "
-        "dp2-optim_grads_params+ep2+recompute-experts dp2+ep2-overlap+recompute-shared cp2-p2p+ep2+recompute-moe "
-        "dp2+ep2-overlap-late pp2+dp2+ep2+offload-experts pp2-interleaved+dp2-optim_grads_params+ep2-overlap-late "
+        "dp2-optim_grads_params+ep2+recompute-experts dp2+ep2-late+recompute-shared cp2-p2p+ep2+recompute-moe "
+        "dp2+ep2-late pp2+dp2+ep2+offload-experts pp2-interleaved+dp2-optim_grads_params+ep2-late "
         "dp2-optim_grads_params+ep2-flex+recompute-experts dp2-optim_grads_params+ep2-late+recompute-experts"
     ),
     eight=_cells("cp2-p2p+dp4-optim_grads+ep8-etp1 sp2+pp2+dp2+ep2-etp1+pp-before-dp"),
     rare=_cells(
-        "dp8-optim_grads_params+ep2-etp2 sp2+pp2-zb-h1+cp2-all_gather+ep2 sp4+dp2+ep2-etp2 "
-        "cp2-p2p+pp2+dp2-optim+ep2-etp1+pp-before-dp sp2+cp2-p2p+recompute-full+ep2-overlap "
+        "dp8-optim_grads_params+ep2-etp2 sp2+pp2-zb-h1+cp2-a2a+ep2 sp4+dp2+ep2-etp2 "
+        "cp2-p2p+pp2+dp2-optim+ep2-etp1+pp-before-dp sp2+cp2-p2p+recompute-full+ep2-late "
         "sp2+pp2-zb-h1+dp2-optim+ep2-flex sp2+cp2-p2p+recompute-moe+ep2-flex sp2+pp2-zb-h1+dp2-optim+ep2-late "
         "sp2+cp2-p2p+recompute-moe+ep2-late "
-        "pp2-interleaved+dp2-optim_grads_params+ep2-overlap-late+offload-experts sp2-pieces+dp2+ep2-overlap"
+        "pp2-interleaved+dp2-optim_grads_params+ep2-late+offload-experts sp2-pieces+dp2+ep2-late"
     ),
 )
 

@@ -46,6 +46,11 @@ def _context(name: str, ranks: int, kind: Any, levels: tuple[int, ...] | None = 
     return Choice(name, ranks, settings, levels=levels)
 
 
+def _dynamic(ranks: int) -> Choice:
+    """Context parallelism in which each document is on as many data and context parallel ranks as it needs."""
+    return Choice(f"cp{ranks}-dynamic", ranks, {"context_parallel_size": ranks, "hybrid_context_parallel": True})
+
+
 def _data(name: str, ranks: int, **ddp: Any) -> Choice:
     return Choice(name, ranks, ddp=ddp)
 
@@ -81,7 +86,6 @@ DIMENSIONS: dict[str, list[Choice]] = {
     "context": [
         Choice("cp1"),
         _context("cp2-p2p", 2, "p2p"),
-        _context("cp2-all_gather", 2, "all_gather"),
         _context("cp2-a2a", 2, "a2a"),
     ],
     "data": [
@@ -103,7 +107,6 @@ DIMENSIONS: dict[str, list[Choice]] = {
         _experts(4, 1),
         _experts(2, 1),
         _experts(1, 2, "etp2"),
-        _experts(2, 1, "ep2-overlap", overlap_moe_expert_parallel_comm=True),
     ],
 }
 """Values that are combined in pairs. The first value of each dimension is the absence of this kind of parallelism."""
@@ -145,11 +148,13 @@ FURTHER: dict[str, list[Choice]] = {
     ],
     "context": [
         _context("cp4-p2p", 4, "p2p"),
-        _context("cp4-all_gather", 4, "all_gather"),
         _context("cp4-a2a", 4, "a2a"),
         _context("cp4-levels", 4, "a2a+p2p", (2, 2)),
-        _context("cp2-by-layer", 2, ["p2p", "a2a", "all_gather", "p2p"]),
+        _context("cp2-by-layer", 2, ["p2p", "a2a", "a2a", "p2p"]),
         _context("cp8-levels", 8, "a2a+p2p", (2, 4)),
+        _dynamic(1),
+        _dynamic(2),
+        _dynamic(4),
     ],
     "data": [
         _data("dp8", 8),
@@ -192,7 +197,6 @@ FURTHER: dict[str, list[Choice]] = {
         _experts(2, 2),
         _experts(2, 1, "ep2-flex", moe_token_dispatcher_type="flex"),
         _experts(2, 1, "ep2-late", moe_token_dispatcher_type="allgather", delay_wgrad_compute=True),
-        _experts(2, 1, "ep2-overlap-late", overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True),
     ],
 }
 """Larger and special values, tested alone and with a few others."""
@@ -229,7 +233,18 @@ class Layout:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Fields of TransformerConfig."""
-        return {name: value for choice in self.choices for name, value in choice.settings.items()}
+        room = {"max_seqlen_per_dp_cp_rank": self.room} if self.is_dynamic else {}
+        return room | {name: value for choice in self.choices for name, value in choice.settings.items()}
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether documents leave their rows (dynamic context parallelism)."""
+        return bool(self.context.settings.get("hybrid_context_parallel"))
+
+    @property
+    def room(self) -> int:
+        """Tokens of a rank with dynamic context parallelism: so few that a sample needs all ranks."""
+        return LENGTH // (self.context.ranks * self.data.ranks)
 
     def ddp_config(self, **settings: Any) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(**{**self.data.ddp, **settings})
@@ -248,11 +263,22 @@ class Layout:
             return "the stage layout has another number of multi-token prediction layers"
         if model.settings.get("linear_num_key_heads", tensor * context) % (tensor * context):
             return "the ranks of a row do not divide the heads of gated delta nets"
+        if self.is_dynamic and (reason := self._misfit_of_documents(model)):
+            return reason
         if model.kind == "t5":
             return self._misfit_of_two_stacks() or self._misfit_of_recompute(model) or self._misfit_of_experts(model)
         if "pipeline_model_parallel_split_rank" in self.pipeline.settings or stages.count("E") > 1:
             return "there is one stack"
         return self._misfit_of_recompute(model) or self._misfit_of_experts(model)
+
+    def _misfit_of_documents(self, model: Model) -> str | None:
+        if not model.packed or model.drops or model.losses[0] != "per-token":
+            return "only packed documents without dropout can leave their rows, with a loss per token"
+        if model.experts or {"hybrid_layer_pattern", "experimental_attention_variant"} & set(model.settings):
+            return "layers communicate over the ranks of whole rows"
+        if self.pipeline.ranks > 1 or self.data.ddp.get("data_parallel_sharding_strategy", "optim") != "optim":
+            return "ranks have different numbers of micro-batches"
+        return None
 
     def _misfit_of_two_stacks(self) -> str | None:
         if self.context.ranks > 1:
@@ -283,8 +309,6 @@ class Layout:
             return "the model has no experts"
         if not model.experts:
             return None
-        if "overlap_moe_expert_parallel_comm" in self.experts.settings and not self._has_pairs():
-            return "only one stage, or an interleaved pipeline, has a backward beside each forward"
         sequence, stage = self.tensor.settings.get("sequence_parallel"), self.ranks // self.pipeline.ranks
         if self.tensor.ranks > 1 and not sequence:
             return "experts under tensor parallelism need sequence parallelism"
@@ -299,9 +323,6 @@ class Layout:
         if model.experts % self.experts.settings.get("expert_model_parallel_size", 1):
             return "expert parallel ranks do not divide the experts"
         return None
-
-    def _has_pairs(self) -> bool:
-        return self.pipeline.ranks == 1 or (self.pipeline.chunks > 1 and self.schedule is None)
 
     @property
     def schedule(self) -> str | None:

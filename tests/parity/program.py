@@ -13,9 +13,11 @@ from parity.cells import Cell
 from parity.evidence import Evidence, Step, TensorSlice, reports_of, slices, watched_masks
 from parity.kinds import Chunk, build_model, kind_of, on_device
 from parity.models import LENGTH, OPTIMIZER, transformer_config
-from parity.text import GLOBAL_BATCH
+from parity.text import GLOBAL_BATCH, documents, lengths_of_documents
 from torch import Tensor, nn
 
+from megatron.core.context_parallel import sequence_part
+from megatron.core.context_parallel.regrouping import SharedMicroBatch, padded_length, regroup
 from megatron.core.dist_checkpointing.chunk import Chunk as TensorChunk
 from megatron.core.dist_checkpointing.chunk import parameter_chunk
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -61,9 +63,12 @@ class Parts:
     def replicas(self) -> int:
         return self.groups.size("dp")
 
-    @property
-    def num_microbatches(self) -> int:
-        return GLOBAL_BATCH // (self.replicas * self.cell.rows)
+    def micro_batches(self, step: int) -> list[Any]:
+        """The micro-batches of this rank: their first samples, or with dynamic context parallelism their documents."""
+        if self.cell.layout.is_dynamic:
+            return documents_of_rank(self, step)
+        count = GLOBAL_BATCH // (self.replicas * self.cell.rows)
+        return [(n * self.replicas + self.groups.rank("dp")) * self.cell.rows for n in range(count)]
 
 
 def groups_of(cell: Cell, rank: int, config: TransformerConfig) -> ProcessGroupCollection:
@@ -121,7 +126,8 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
     ]
     optimizer_config = OptimizerConfig(**{**OPTIMIZER, **precision.optimizer})
     optimizer = get_megatron_optimizer(optimizer_config, wrapped, pg_collection=groups)
-    evidence = Evidence(initial, context=groups.rank("cp"))
+    # Ranks whose losses are parts of one sum: those of a row, or all that documents are divided among.
+    evidence = Evidence(initial, context=groups.rank("dp_cp" if cell.layout.is_dynamic else "cp"))
     return Parts(cell, config, groups, wrapped, optimizer, evidence, device, plain)
 
 
@@ -166,26 +172,35 @@ def _step(parts: Parts, number: int, lean: bool) -> Step:
 def _micro_batches(parts: Parts, step: int) -> dict[int, Tensor]:
     """Forward and backward of all micro-batches of a step; the losses of those that this rank knows one of."""
     cell, groups = parts.cell, parts.groups
-    first = [(n * parts.replicas + groups.rank("dp")) * cell.rows for n in range(parts.num_microbatches)]
+    first = parts.micro_batches(step)
     forward_step = partial(_forward_step, parts, step)
     virtual = len(parts.chunks) > 1
     reports = get_forward_backward_func(groups.size("pp"), len(parts.chunks) if virtual else None)(
         forward_step_func=forward_step,
         data_iterator=[iter(first) for _ in parts.chunks] if virtual else iter(first),
         model=parts.chunks if virtual else parts.chunks[0],
-        num_microbatches=parts.num_microbatches,
+        num_microbatches=len(first),
         **kind_of(cell.model).shapes(cell.model, cell.rows),
         pg_collection=groups,
     )
+    if cell.layout.is_dynamic:
+        return {0: torch.stack([report.cpu() for _, report in reports]).sum(0)}
     return {sample: report.cpu() for sample, report in reports}
+
+
+def documents_of_rank(parts: Parts, step: int) -> list[SharedMicroBatch]:
+    """Returns the micro-batches that this rank shares with others or has alone. Every rank has one in each step."""
+    groups, lengths = parts.groups, lengths_of_documents(parts.cell.model, step)
+    rank, ranks = groups.rank("dp_cp"), groups.size("dp_cp")
+    plan = regroup(lengths, ranks, parts.cell.layout.room, 4)
+    return [each for each in plan if each.first_rank <= rank < each.first_rank + each.num_ranks]
 
 
 def _forward_step(
     parts: Parts, step: int, samples: Iterator[int], chunk: nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
     sample, kind = next(samples), kind_of(parts.cell.model)
-    part = (parts.groups.rank("cp"), parts.groups.size("cp"))
-    batch = on_device(kind.micro_batch(parts.cell.model, step, sample, part, parts.cell.rows), parts.device)
+    batch = on_device(_batch(parts, step, sample), parts.device)
     output = kind.forward(chunk, batch)
 
     def loss_func(output: Any) -> tuple[Any, ...]:
@@ -193,6 +208,18 @@ def _forward_step(
         return *loss, (sample, report)
 
     return output, loss_func
+
+
+def _batch(parts: Parts, step: int, sample: Any) -> Any:
+    model, groups = parts.cell.model, parts.groups
+    if not isinstance(sample, SharedMicroBatch):
+        part = (groups.rank("cp"), groups.size("cp"))
+        return kind_of(model).micro_batch(model, step, sample, part, parts.cell.rows)
+    lengths, shared = lengths_of_documents(model, step), sequence_part(groups, sample.num_ranks)
+    multiple = groups.size("tp") if parts.config.sequence_parallel else 1
+    length = padded_length(sum(lengths[number] for number in sample.documents), sample.num_ranks, multiple)
+    place = (0, 1) if shared is None else (shared.rank, shared.size)
+    return documents(model, step, sample.documents, length, place, None if shared is None else shared.group)
 
 
 def _weight_chunks(parts: Parts) -> Iterable[TensorChunk]:

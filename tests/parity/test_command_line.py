@@ -117,7 +117,7 @@ CELLS = [
     Cell("llama", "sp2", "cp2", more="--loss-chunk-size 4", words=True),
     Cell("llama", "zero1", "tp2", "bf16", more=_CHEAP_STATE, words=True),
     Cell("llama", "tp2-pp2", "zero1", "fp32", more="--qk-clip --qk-clip-threshold 0.01"),
-    Cell("llama", "cp2", "vpp", more="--rampup-batch-size 2 2 8"),
+    Cell("llama", "cp2", "vpp", more="--rampup-batch-size 2 2 6"),
     Cell("llama", "dp2", "sp2", "fp32", more="--optimizer-cpu-offload --use-distributed-optimizer", words=True),
     Cell("llama", "zero1", "pp2", "bf16", more="--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"),
     Cell("llama", "vpp", "alone", more="--optimizer muon"),
@@ -157,10 +157,10 @@ CELLS = [
 FAST = ["llama-tp2-pp2-fp64-words", "hybrid-tp2-pp2-fp64-words", "experts-ep2-pp2-fp64-words", "t5-pp2-tp2-fp64-words"]
 
 RUN = (
-    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-2 --lr-decay-iters 6 --lr-warmup-iters 1 --clip-grad 1.0 "
-    "--num-workers 0 --split 80,20,0 --eval-interval 6 --eval-iters 1 --log-interval 1 --make-vocab-size-divisible-by 4"
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 4 --lr-warmup-iters 1 --clip-grad 1.0 "
+    "--num-workers 0 --split 80,20,0 --eval-interval 4 --eval-iters 1 --log-interval 1 --make-vocab-size-divisible-by 4"
 )
-STEPS, HALF = 6, 3
+STEPS, HALF = 4, 2
 
 
 def run(script: str, ranks: int, flags: str) -> None:

@@ -15,6 +15,7 @@ from parity.cells import cell_of, quick_cells
 from parity.mutated import mean_losses
 from parity.mutations import MUTATIONS, Mutation
 from parity.reference import reference
+from support.each import for_each
 from support.programs import python
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def test_at_least_twenty_bugs_all_different() -> None:
     assert len({(m.file, m.before, m.after) for m in MUTATIONS}) == len(MUTATIONS) == len({m.name for m in MUTATIONS})
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@for_each(MUTATIONS, lambda mutation: mutation.name)
 def test_each_bug_applies_exactly_once(mutation: Mutation) -> None:
     assert (ROOT / "megatron" / mutation.file).read_text().count(mutation.before) == 1
     assert mutation.before != mutation.after

@@ -1,5 +1,7 @@
 """Text of the parity tests: a function of (model, step, sample), split over ranks without the product's code."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +60,49 @@ def micro_batch(
         random=place,
     )
     return TextBatch(*cut, tokens)
+
+
+def lengths_of_documents(model: Model, step: int) -> list[int]:
+    """Returns the lengths of all documents of a step's global batch, in order."""
+    return [end - start for *_, start, end in _documents(model, step)]
+
+
+def documents(
+    model: Model, step: int, numbers: Sequence[int], length: int, part: tuple[int, int], group: object = None
+) -> TextBatch:
+    """Returns these documents of a step's global batch end to end, padded to `length` tokens with a document without
+    loss, as the ranks of `group` share them: `part` is (rank, size)."""
+    every = _documents(model, step)
+    rows, lengths = [], []
+    for number in numbers:
+        *row, start, end = every[number]
+        rows.append([value[start:end] for value in row])
+        lengths.append(end - start)
+    if missing := length - sum(lengths):
+        rows.append([torch.zeros(missing, dtype=value.dtype) for value in rows[0]])
+        lengths.append(missing)
+    index = zigzag(length, part)
+    ids, labels, mask = (torch.cat(pieces)[None, index] for pieces in zip(*rows, strict=True))
+    positions = torch.cat([torch.arange(count) for count in lengths])
+    tokens = Tokens(
+        len(index),
+        1,
+        SequencePart(*part, group) if part[1] > 1 else None,  # type: ignore[arg-type]
+        positions=positions[None, index] if model.told_positions else None,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        max_seqlen=max(lengths),
+        random=RngPosition(SEED, step),
+    )
+    return TextBatch(ids, labels, mask, tokens)
+
+
+def _documents(model: Model, step: int) -> list[tuple[Tensor, Tensor, Tensor, int, int]]:
+    """Returns inputs, labels and mask of the sample, start and end of each document of a step."""
+    found = []
+    for number in range(GLOBAL_BATCH):
+        *row, ends = _sample(model, step, number)
+        found += [(*row, start, end) for start, end in itertools.pairwise([0, *ends, LENGTH])]
+    return found
 
 
 def zigzag(length: int, part: tuple[int, int]) -> Tensor:

@@ -83,9 +83,10 @@ def words_of(flag: Flag) -> list[str]:
     raise AssertionError(f"no value for {flag.spelling}")
 
 
-def megatron_lm_commands() -> list[dict[str, str]]:
-    """Returns the commands of Megatron-LM's examples, each as `source`, `entry` (its script) and `command`."""
-    file = Path(__file__).parents[1] / "data/flags/megatron_lm_commands.jsonl"
+def megatron_lm_commands(name: str = "megatron_lm_commands") -> list[dict[str, str]]:
+    """Returns the commands of Megatron-LM's examples, each as `source`, `entry` (its script) and `command`;
+    with the name `published_commands` those that others published for releases 0.11 to 0.19."""
+    file = Path(__file__).parents[1] / f"data/flags/{name}.jsonl"
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 

@@ -340,27 +340,31 @@ def accumulations() -> None:
         accumulated(way, (65, 3), 40, 24)  # tiles that reach behind the outputs, where the next group begins
         accumulated(way, (70, 0, 65), 128, 24, factor=0.3)
         accumulated(way, (65,), 40, 24, factor=0.3)
+        accumulated(way, (70, 0, 65), 128, 272, replaces=True)
+        accumulated(way, (0, 65, 0), 40, 24, factor=0.3, replaces=True)
+        accumulated(way, (0, 0), 40, 24, replaces=True)
 
 
 def accumulated(
-    way: Accumulation,
+    way: Accumulation | None,
     sizes: tuple[int, ...],
     out_width: int,
     in_width: int,
     behind: int = 0,
     factor: float = 1.0,
+    replaces: bool = False,
 ) -> Tensor:
     """Compares a weight gradient with float64, row by row: a wrong tile is not hidden among right ones. The product,
-    times `factor`, is added to a total of ones. The rows behind the groups' rows are NaN and
-    infinite. Returns the total."""
+    times `factor`, is added to a total of ones, or replaces one of NaN. The rows behind the groups' rows are NaN and
+    infinite. Without a way the kernel with specialised warps computes. Returns the total."""
     dtype = torch.float16 if ON_CPU else torch.bfloat16
     groups, rows = RowGroups(torch.tensor(sizes, device=DEVICE)), sum(sizes)
     dy, x = values(rows + behind, out_width, dtype=dtype), values(rows + behind, in_width, dtype=dtype, seed=1)
     dy[rows:], x[rows:] = float("nan"), float("inf")
-    total = torch.full((len(sizes), out_width, in_width), 1.0, device=DEVICE)
-    accumulate_grouped_product_triton(total, dy, x, groups, factor, way)
+    total = torch.full((len(sizes), out_width, in_width), float("nan") if replaces else 1.0, device=DEVICE)
+    accumulate_grouped_product_triton(total, dy, x, groups, factor, replaces, way)
     for found, left, right in zip(total, dy[:rows].split(sizes), x[:rows].split(sizes), strict=True):
-        exact = 1.0 + factor * left.double().t() @ right.double()
+        exact = (0.0 if replaces else 1.0) + factor * left.double().t() @ right.double()
         errors, sizes_of_rows = (found - exact).norm(dim=1), exact.norm(dim=1)
         assert bool((errors <= 1e-5 * sizes_of_rows).all()), (way, sizes, float(errors.max()))
     return total

@@ -52,14 +52,6 @@ def predicting_model(
     )
 
 
-@torch.no_grad()
-def randomize(model: GPTModel) -> None:
-    """Sets all parameters to random values, also norms and biases, since zeros and ones hide errors."""
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.copy_(torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator) * 0.4)
-
-
 def whole_batch(packed: bool = False, number: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ids, labels and a mask with holes, [b, s], of batch `number`. Packed: rows end to end, [1, b s]."""
     generator = torch.Generator().manual_seed(1 + number)

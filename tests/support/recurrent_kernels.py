@@ -28,9 +28,9 @@ def convolutions() -> None:
     cases = (
         (2, 2, 1, 24, 4, f32, True, True, None),
         (full + 7, 1, 2, 24, 4, f32, True, True, documents(1, 2, full - 4, 1, 7)),
-        (full + 2, 2, 3, 5, 4, bf16, False, True, documents(full - 1, 3)),
+        (full + 2, 1, 3, 5, 4, bf16, False, True, documents(full - 1, 3)),
         (full + 1, 1, 1, 16, 3, f32, True, False, documents(full, 1)),
-        (9, 1, 2, 300, 2, bf16, False, False, None),
+        (9, 1, 1, 300, 2, bf16, False, False, None),
         (5, 1, 2, 4, 1, f32, True, True, None),
     )
     for length, batch, groups, width, taps, dtype, has_bias, silu, document in cases:

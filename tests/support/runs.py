@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,9 @@ from megatron.training.trainer import Trainer
 
 torch.set_num_threads(1)  # the models are too small for several threads
 
-GPT = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
+GPT = Providers(
+    pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step, cuts_shared_batches=True
+)
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
@@ -97,8 +100,8 @@ class _Recorder(Hook, LogWriter):
         outcome.logs = run.environment.logs
 
     def on_start(self, iteration: int) -> None:
-        self.outcome.at_start = everything(self.run)
         self.outcome.slices_at_start = slices(self.run)
+        self.outcome.at_start = everything(self.run, self.outcome.slices_at_start)
 
     def after_step(self, iteration: int) -> None:
         ids = [
@@ -107,8 +110,8 @@ class _Recorder(Hook, LogWriter):
         self.outcome.sample_ids.append(ids)
 
     def on_exit(self, iteration: int) -> None:
-        self.outcome.at_end = everything(self.run)
         self.outcome.slices_at_end = slices(self.run)
+        self.outcome.at_end = everything(self.run, self.outcome.slices_at_end)
 
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
         self.outcome.steps += steps
@@ -126,14 +129,16 @@ class _Recorder(Hook, LogWriter):
         self.outcome.events.append(event)
 
 
-def everything(run: Trainer) -> dict[str, Any]:
-    """Returns all state of a run by name: weights, optimizer, schedule, counts. To compare layouts use `slices`."""
-    weights = {
-        f"weight {chunk.name}": chunk.values().clone() for chunk in weight_chunks(run.model, run.environment.groups)
-    }
-    optimizer = run.optimizer.state_dict()
-    rest = {"state": run.state.to_json(), "scheduler": run.scheduler.state_dict(), "optimizer": optimizer["common"]}
-    return weights | optimizer["state"] | rest
+def everything(run: Trainer, held: Sequence[TensorSlice]) -> dict[str, Any]:
+    """Returns all state of a run by name: weights, optimizer, schedule, counts. To compare layouts use `slices`.
+    `held`: what `slices` returned. A further part of a tensor, such as another box of it, has a number."""
+    parts = Counter[str]()
+    tensors = {}
+    for part in held:
+        parts[part.name] += 1
+        tensors[part.name if parts[part.name] == 1 else f"{part.name} ({parts[part.name]})"] = part.values
+    common = run.optimizer.common_state()
+    return tensors | {"state": run.state.to_json(), "scheduler": run.scheduler.state_dict(), "optimizer": common}
 
 
 def slices(run: Trainer) -> list[TensorSlice]:

@@ -1,5 +1,6 @@
 """tools/generate.py: a checkpoint and its own record are enough; flags, batches, and what is wrong with them."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import shutil
@@ -13,21 +14,12 @@ import pytest
 import torch
 from support.programs import python
 from support.reference_gpt import reference_logits
+from support.saved_models import save_random_model
 
-from megatron.core.dist_checkpointing.chunk import model_chunks
 from megatron.core.dist_checkpointing.manifest import Manifest
-from megatron.core.dist_checkpointing.writing import save
-from megatron.core.parameters import info_of
-from megatron.data.tokenizer.build import build_tokenizer
 from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.data.tokenizer.null import NullTokenizer
 from megatron.data.tokenizer.sft import SFTTokenizer
-from megatron.training.arguments import configure
-from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.inspection.run_description import describe_run
-from megatron.training.launch.environment import process_environment
-from megatron.training.providers import Context, Stage
-from megatron.training.state import TrainState
 from megatron.training.trained_model import load_trained_model
 
 ROOT = Path(__file__).parents[2]
@@ -56,18 +48,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run with these flags saves, with weights that are worth generating from."""
     root = tmp_path_factory.mktemp("run") / "checkpoints"
     tokenizer = ["--vocab-file", str(BPE / "vocab.json"), "--merge-file", str(BPE / "merges.txt")]
-    config = configure([*MODEL, *tokenizer], launch_environment=LaunchEnvironment(1, False))
-    with process_environment(config) as environment:
-        context = Context(config, environment, build_tokenizer(config.tokenizer), TrainState())
-        model = GENERATE.build_model(context, Stage()).cpu()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                own = parameter.view(-1)[: info_of(parameter).box.numel]
-                own.copy_(torch.randn(own.shape, generator=generator))
-    chunks = model_chunks(model, lambda info: ())
-    save(root, chunks, step=3, common={}, config=describe_run(config), layout={})
+    save_random_model(root, [*MODEL, *tokenizer])
     return root
 
 
@@ -150,7 +131,7 @@ def test_rows_longer_than_those_of_training_are_told(
         device="cpu",
         max_sequence_length=16,
     )
-    monkeypatch.setattr(GENERATE, "load_trained_model", lambda *_, **__: trained)
+    monkeypatch.setattr(GENERATE, "open_trained_model", lambda *_, **__: contextlib.nullcontext(trained))
     monkeypatch.setattr(GENERATE, "generate", lambda *_, **__: [[7], [7]])
     words = ["--load", "x", "--prompt", "1 2", "--prompt", "3", "--max-new-tokens"]
     told = "sequences may reach 17 tokens, but the model was trained for 16"
@@ -211,6 +192,10 @@ def test_the_tokenizer_may_have_moved(checkpoints: Path, tmp_path: Path, capsys:
         (["--load", "CHECKPOINTS", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
         (["--load", "CHECKPOINTS", "--prompt", "a", "--max-new-tokens", "40"], "--max-new-tokens 39 works"),
         (["--load", "CHECKPOINTS", "--prompt", "a", "--top-n", "3"], "--top-n"),
+        (["--load", "CHECKPOINTS", "--prompt", "a", "--min-p", "2"], "error: --min-p 2.0 must be between 0 and 1"),
+        (["--load", "x", "--prompt", "a", "--repetition-penalty", "0"], "--repetition-penalty 0.0 must be larger"),
+        (["--load", "x", "--prompt", "a", "--bad-words", ""], "--bad-words: a text is empty"),
+        (["--load", "x", "--prompt", "a", "--tensor-model-parallel-size", "2"], "--nproc_per_node 2"),
     ],
 )
 def test_mistakes_are_named(
@@ -250,7 +235,7 @@ def test_chat_continues_the_conversation(tmp_path: Path, monkeypatch: pytest.Mon
         return [tokenizer.tokenize(f"answer {first_sequence}")]
 
     monkeypatch.setattr(GENERATE, "generate", answer)
-    monkeypatch.setattr(GENERATE, "load_trained_model", lambda *_, **__: trained)
+    monkeypatch.setattr(GENERATE, "open_trained_model", lambda *_, **__: contextlib.nullcontext(trained))
     words = ["--load", "x", "--chat", "--chat-template", str(tmp_path / "chat.jinja"), "--system", "Be kind."]
     assert run(capsys, *words, "--prompt", "Hi", "--prompt", "And?")[:2] == (0, "answer 0\nanswer 1\n")
     begin = "<|im_start|>system\nBe kind.<|endoftext|><|im_start|>user\nHi<|endoftext|><|im_start|>assistant\n"
@@ -262,3 +247,27 @@ def test_chat_continues_the_conversation(tmp_path: Path, monkeypatch: pytest.Mon
     config.tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)
     assert "--chat: a NullTokenizer has no chat template" in run(capsys, *words)[2]
     assert "--system needs --chat" in run(capsys, "--load", "x", "--prompt", "a", "--system", "b")[2]
+
+
+def test_penalties_do_not_make_samples(checkpoints: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--load", checkpoints, "--prompt", "The ", "--no-echo", "--max-new-tokens", 8]
+    plain = run(capsys, *words)[1]
+    assert run(capsys, *words, "--seed", 3)[1] == plain
+    assert " with" in plain
+    banned = run(capsys, *words, "--bad-words", "with")[1]
+    assert "with" not in banned and banned[:5] == plain[:5]
+    assert run(capsys, *words, "--bad-words", "with", "--seed", 3)[1] == banned
+    assert run(capsys, *words, "--min-p", 0.01)[1] != run(capsys, *words, "--min-p", 0.01, "--seed", 3)[1]
+
+
+@pytest.mark.slow
+def test_ranks_write_what_one_process_writes(checkpoints: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--load", str(checkpoints), "--prompt", "The ", "--prompt", "a", "--max-new-tokens", "6"]
+    alone = run(capsys, *words)[1]
+    for flags in (["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]):
+        command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        done = subprocess.run(
+            [*command, str(ROOT / "tools/generate.py"), *words, *flags], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == alone

@@ -52,7 +52,7 @@ sys.exit(int(what))
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Makes the launcher of a run that follows a plan."""
 
-    def newest(save: Path) -> Newest | None:
+    def newest(save: Path, local: Path | None) -> Newest | None:
         file = tmp_path / "newest"
         return Newest(*map(int, file.read_text().split())) if file.exists() else None
 
@@ -129,7 +129,7 @@ def test_a_signal_goes_to_a_rank_and_is_the_end(launcher, tmp_path: Path) -> Non
 
 def test_a_signal_before_a_start_is_the_end_too(launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the checkpoints are looked through, no process is there to pass it to."""
-    monkeypatch.setattr(launch, "newest_checkpoint", lambda save: os.kill(os.getpid(), signal.SIGUSR1))
+    monkeypatch.setattr(launch, "newest_checkpoint", lambda save, local: os.kill(os.getpid(), signal.SIGUSR1))
     assert launcher("0").run() == 128 + signal.SIGUSR1 and not (tmp_path / "starts").exists()
 
 
@@ -159,8 +159,10 @@ def test_the_words_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(tmp_path: Path) -> None:
-    """A real run of two ranks, one of which is killed once."""
+@pytest.mark.parametrize("forks", [False, True], ids=["torchrun", "nproc-per-node"])
+def test_a_killed_run_goes_on(tmp_path: Path, forks: bool) -> None:
+    """A real run of two ranks, one of which is killed once. Ranks that the tool starts itself go on from copies in
+    memory, and the losses are those of a run without a kill."""
     script = tmp_path / "run.py"
     script.write_text(
         "import os, signal, sys\n"
@@ -171,22 +173,41 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
         "from megatron.training.providers import Providers\n"
         "class Killed(Hook):\n"
         "    def after_step(self, iteration):\n"
-        "        if iteration == 3 and os.environ['RANK'] == '1' and '--load' not in sys.argv:\n"
+        f"        if iteration == {4 if forks else 3} and os.environ['RANK'] == '1' and '--load' not in sys.argv:\n"
         "            os.kill(os.getpid(), signal.SIGKILL)\n"
         "parts = GPT.build_model, GPT.build_datasets, GPT.build_forward_step\n"
         "pretrain(Providers(*parts, build_hooks=lambda context: [Killed()]))\n"
     )
     root = Path(__file__).parents[2]
     flags = f"{TINY} --mock-data --train-iters 5 --eval-iters 0 --save {tmp_path / 'c'} --save-interval 2".split()
-    torchrun = [str(commands() / "torchrun"), "--nproc-per-node", "2", "--standalone", str(script), *flags]
-    tool = [str(commands() / "python"), "tools/launch.py", "--wait-seconds", "0", *torchrun]
+    local = f"--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir {tmp_path / 'local'}".split()
+    start = ["--nproc-per-node", "2", str(script), *flags, *local, "--non-persistent-save-interval", "1"]
+    if not forks:
+        start = [str(commands() / "torchrun"), "--nproc-per-node", "2", "--standalone", str(script), *flags]
+    python = sys.executable if forks else str(commands() / "python")  # the quicker one passes no open files on
+    tool = [python, "tools/launch.py", "--wait-seconds", "0", *start]
     environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
     done = subprocess.run(tool, cwd=root, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    assert "its newest checkpoint is that of iteration 2" in done.stderr
+    assert f"its newest checkpoint is that of iteration {3 if forks else 2}" in done.stderr
+    assert "launch: goodput " in done.stderr
     assert "the run ends: rank 1 of 2 ended in training" in done.stderr
     newest = newest_checkpoint(tmp_path / "c")
     assert newest is not None and newest.iteration == 5
+
+
+def test_seconds_that_count(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert launch.counted_seconds(path, 0) is None
+    lines = ['{"iteration": 4, "ms per iteration": 100.0}', '{"iteration": 5, "ms per iteration": 250.0}']
+    path.write_text("\n".join([*lines, '{"iteration": 5, "event": "save"}', '{"torn']))
+    assert launch.counted_seconds(path, 0) == pytest.approx(0.35)
+    assert launch.counted_seconds(path, 4) == pytest.approx(0.25)
+
+
+def test_ranks_are_those_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--nproc-per-node", "2", "torchrun", "pretrain_gpt.py", "--save", str(tmp_path)]) == 2
+    assert "--nproc-per-node starts N ranks of a script" in capsys.readouterr().err
 
 
 def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

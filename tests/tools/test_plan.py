@@ -84,27 +84,42 @@ def test_run_yaml_alone_is_dry_before_data_and_tokenizer_exist(planned: Path, tm
 def test_mapping_and_checklist(planned: Path) -> None:
     mapping = (planned / "plan/mapping.txt").read_text()
     assert mapping.startswith("8 ranks on 2 nodes of 4 GPUs") and "layers 1 to" in mapping and "r7 " in mapping
-    listed = subprocess.run(["bash", "plan/checklist.sh", "--list"], cwd=planned, capture_output=True, text=True)
-    assert listed.returncode == 2 and "folder of pretrain_gpt.py" in listed.stderr
-    (planned / "pretrain_gpt.py").touch()
-    listed = subprocess.run(["bash", "plan/checklist.sh", "--list"], cwd=planned, capture_output=True, text=True)
+
+    def check(*words: str, python_in: Path | None = None) -> subprocess.CompletedProcess[str]:
+        env = {
+            **os.environ,
+            "PATH": f"{python_in or Path(python()).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+        }
+        command = ["bash", "plan/checklist.sh", *words]
+        return subprocess.run(command, cwd=planned, capture_output=True, text=True, env=env)
+
+    (planned / "python").write_text("#!/bin/false")  # of an environment without the package
+    (planned / "python").chmod(0o755)
+    listed = check("--list", python_in=planned)
+    assert listed.returncode == 2 and "folder of pretrain_gpt.py, or install the wheel" in listed.stderr
+    listed = check("--list")
     steps = [line.split()[0] for line in listed.stdout.splitlines()]
     assert steps[:5] == ["machines", "tokenizer", "data", "contract", "dry-run"] and steps[-1] == "launch"
     assert {"throughput", "memory", "resume", "loss"} < set(steps)
-    failed = subprocess.run(["bash", "plan/checklist.sh", "tokenizer"], cwd=planned, capture_output=True, text=True)
+    failed = check("tokenizer")
     assert failed.returncode == 1 and "FAIL tokenizer" in failed.stderr
     (planned / "tokenizer").mkdir()
     (planned / "tokenizer/tokenizer.model").touch()
-    passed = subprocess.run(["bash", "plan/checklist.sh", "tokenizer"], cwd=planned, capture_output=True, text=True)
+    passed = check("tokenizer")
     assert passed.returncode == 0 and "PASS tokenizer" in passed.stdout
-    wrong = subprocess.run(["bash", "plan/checklist.sh", "tea"], cwd=planned, capture_output=True, text=True)
+    wrong = check("tea")
     assert wrong.returncode == 2 and "tea: no step of this checklist" in wrong.stderr
 
 
 def test_flags_alone_and_standard_input(tmp_path: Path) -> None:
-    done = run(tmp_path, *flags())
+    check = {"throughput": "5M", "packing": "yes, dynamic context parallelism", "loss_check": "6.5 at step 40"}
+    done = run(tmp_path, *flags(**check))
     assert done.returncode == 0 and "--- run.yaml" in done.stdout and "--- data contract" in done.stdout, done.stderr
     assert "note: FLAG: no deduplication method" in done.stdout
+    assert "note: FLAG: throughput target 5,000,000 tokens/s/GPU (--throughput): the plan predicts " in done.stdout
+    assert "hybrid_context_parallel: true" in done.stdout and "max_seqlen_per_dp_cp_rank: " in done.stdout
+    assert "eval_interval: 40 " in done.stdout and "--by-step 40 --expected-loss 6.5" in done.stdout
     words = [python(), str(ROOT / "tools/plan.py"), "-", *flags(params="12M")]
     text = "Parameter count: 10M\nMax sequence length: 256"
     piped = subprocess.run(words, input=text, cwd=tmp_path, capture_output=True, text=True)
@@ -127,6 +142,7 @@ def test_missing_values_are_asked_for(tmp_path: Path) -> None:
         (flags(gpu="V100"), "GPU type V100: not known; known are h200"),
         (flags(gpu="H100 40GB"), "none with 40 GB; nearest: NVIDIA H100 SXM 80GB"),
         (flags(gpus="60", gpus_per_node="8"), "nearest: 56 or 64 GPUs"),
+        (flags(throughput="90M"), "throughput target 90,000,000 tokens/s/GPU (--throughput) is "),
         (flags(tensor_parallel="4"), "tensor parallelism 4 (--tensor-parallel) is beyond the 2 GPUs"),
         (flags(data_parallel="3"), "does not divide 2 GPUs; use sizes whose product is 2"),
         (flags(vocab_size="500"), "less than the 1,000 ids of the tokenizer (--tokenizer), whose ids would be out of"),

@@ -60,20 +60,6 @@ def test_a_picture_as_svg(
         assert 0 <= left <= left + width <= 1200
 
 
-def test_pairs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    alone = ["--pipeline-model-parallel-size", "1", "--num-microbatches", "3", "--overlap-moe-expert-parallel-comm"]
-    assert main(alone) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "0 |F0 F1|B0::: F2|B1::: B2==="
-    picture = tmp_path / "picture.svg"
-    assert main([*SMALL, *alone[-1:], "--num-virtual-stages-per-pipeline-rank", "2", "--output", str(picture)]) == 0
-    name = "{http://www.w3.org/2000/svg}"
-    boxes = [e for e in ElementTree.fromstring(picture.read_text()).iter(f"{name}rect") if len(e)]
-    # Each computation has a box; a pair's forward and backward stand one above the other in the row.
-    assert len(boxes) == 3 * 4 * 2 * 2
-    heights = {(box[0].text or "").count("|"): float(box.attrib["height"]) for box in boxes}
-    assert heights == {0: 22.0, 1: 11.0}
-
-
 def test_lists_of_actions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL[:3], "1", "--actions"]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == [
@@ -89,7 +75,6 @@ def test_lists_of_actions(capsys: pytest.CaptureFixture[str]) -> None:
         (["--pipeline-schedule", "interleaved"], "needs --num-virtual-stages-per-pipeline-rank of 2 or more"),
         (["--pipeline-schedule", "zb-v", "--num-virtual-stages-per-pipeline-rank", "3"], "zb-v has 2 chunks"),
         (["--pipeline-schedule", "1f1b", "--num-virtual-stages-per-pipeline-rank", "2"], "use interleaved"),
-        (["--overlap-moe-expert-parallel-comm"], "give --num-virtual-stages-per-pipeline-rank of 2 or more"),
         (["--num-microbatches", "0"], "--num-microbatches 0 must be at least 1"),
         (["--num-microbatches", "100000000000"], "--num-microbatches 100000000000 is too much for a picture"),
         (

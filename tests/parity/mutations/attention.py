@@ -40,7 +40,7 @@ MODEL_OPTIONS = [
         _BLOCKS,
         "score_gradient if slope is None else score_gradient * slope",
         "score_gradient",
-        "gemma/cp2-all_gather/per-token",
+        "gemma/cp2-p2p/per-token",
     ),
     Mutation(
         "alibi-distance-in-the-block",

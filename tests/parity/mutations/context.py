@@ -4,9 +4,17 @@ from parity.mutations.mutation import Mutation
 
 CONTEXT = [
     Mutation(
+        "one-shared-document",
+        "of the documents that several ranks share, only the first is computed",
+        "core/context_parallel/regrouping.py",
+        "return shared + packed",
+        "return shared[:1] + packed",
+        "packed-learned/cp2-dynamic+dp2-optim/per-token",
+    ),
+    Mutation(
         "loss-divided-by-local-tokens",
         "a context parallel rank divides its loss by its own tokens, not by those of the whole sequences",
-        "core/pipeline_parallel/losses.py",
+        "core/pipeline_parallel/runner.py",
         "return all_reduce(tokens.clone(), self.groups.cp)",
         "return tokens",
         "gpt2/cp2-p2p/default",
@@ -48,17 +56,17 @@ CONTEXT = [
         "ring-key-gradient-lost",
         "in ring attention a rank drops the key and value gradients that other ranks send back",
         "core/context_parallel/kv_exchange.py",
-        "lambda rows: total[ring_step.given].add_(rows)",
-        "lambda rows: total",
+        "lambda: total[ring_step.given].add_(pending.wait())",
+        "lambda: pending.wait()",
         "llama-gqa/cp2-p2p/per-token",
     ),
     Mutation(
         "gathered-key-gradient-of-one-rank",
-        "all-gather attention uses one rank's gradient of the gathered keys instead of the sum over ranks",
-        "core/context_parallel/kv_exchange.py",
-        "torch.sum(rows.unflatten(0, (ranks, -1)), 0, dtype=at_least_float32(rows.dtype))",
-        "rows.unflatten(0, (ranks, -1))[0].to(at_least_float32(rows.dtype))",
-        "llama-gqa/cp2-all_gather/per-token",
+        "attention over gathered keys uses one rank's gradient of them instead of the sum over ranks",
+        "core/context_parallel/all_gather.py",
+        "torch.sum(rows.unflatten(0, (ctx.ranks, -1)), 0, dtype=at_least_float32(rows.dtype))",
+        "rows.unflatten(0, (ctx.ranks, -1))[0].to(at_least_float32(rows.dtype))",
+        "dsa/cp2-p2p/per-token",
     ),
     Mutation(
         "first-head-after-all-to-all",

@@ -18,8 +18,8 @@ ROUTERS = [
         "balance-of-local-tokens",
         "the load-balancing loss counts the expert choices of a rank's own tokens, not of the whole micro-batch",
         _LOSSES,
-        "chosen = all_reduce(count(experts, sums.shape[0], share.real).double(), share.group).to(sums.dtype)",
-        "chosen = count(experts, sums.shape[0], None).to(sums.dtype)",
+        "all_reduce(count_experts(experts, sums.shape[0], share.real).double(), share.group).to(sums.dtype)",
+        "count_experts(experts, sums.shape[0], None).to(sums.dtype)",
         "moe-aux/cp2-p2p/default",
     ),
     Mutation(
@@ -34,16 +34,16 @@ ROUTERS = [
         "sequence-balance-of-local-tokens",
         "the load-balancing loss per sequence counts only the rank's part of each sequence",
         _LOSSES,
-        "chosen = all_reduce(count(cell, samples * num_experts, share.real).double(), share.group)",
-        "chosen = count(cell, samples * num_experts, None).double()",
+        "chosen = all_reduce(count_experts(cell, samples * num_experts, share.real).double(), share.group)",
+        "chosen = count_experts(cell, samples * num_experts, None).double()",
         "moe-seq/cp2-a2a/default",
     ),
     Mutation(
         "capacity-per-rank",
         "each rank applies an expert capacity of its own to its own tokens, not one capacity to the micro-batch",
         _ROUTER,
-        "share.own(within_capacity(share.gather(experts), capacity, wish, order))",
-        "within_capacity(experts, math.ceil(capacity / share.ranks), None if wish is None else weights.detach(), None)",
+        "share.own(within_capacity(share.gather(wanted), capacity, wish, order))",
+        "within_capacity(wanted, math.ceil(capacity / share.ranks), None if wish is None else weights.detach(), None)",
         "moe-capacity/cp2-p2p/per-token",
     ),
     Mutation(
@@ -76,7 +76,7 @@ ROUTERS = [
         "core/distributed/finalize_model_grads.py",
         "all_reduce(counts, groups.tp_dp_cp)",
         "pass",
-        "moe-bias/dp2+recompute-shared+ep2-overlap/default",
+        "moe-bias/dp2+recompute-shared+ep2-late/default",
     ),
 ]
 

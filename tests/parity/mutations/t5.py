@@ -15,8 +15,8 @@ T5 = [
         "relative-bias-not-summed",
         "each pipeline stage of the decoder keeps its own gradient of the relative position bias",
         "core/models/T5/t5_model.py",
-        'tied=cut and groups.size("decoder_pp") > 1',
-        "tied=False",
+        'tied = groups.size("pp") > 1',
+        'tied = is_encoder and groups.size("pp") > 1',
         "t5/pp4-split+recompute-all-parts/per-token",
     ),
     Mutation(

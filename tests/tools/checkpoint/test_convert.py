@@ -12,6 +12,7 @@ from conversion.megatron_lm.test_torch_dist import read_by_torch
 from conversion.megatron_runs import FLAGS, GOLDEN, same_bits
 from conversion.oracles import make_model, save_model
 from conversion.saved_models import LLAMA, save_checkpoint
+from safetensors.torch import load_file
 from support.programs import python
 from support.runs import train
 from tokenizers import Tokenizer
@@ -68,6 +69,31 @@ def test_from_megatron_to_the_hub_and_back(tmp_path: Path, capsys: pytest.Captur
         assert same_bits(tensor[: len(theirs[name])], theirs[name]), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings", "kind"),
+    [
+        ("nemotron h", {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}, "torch_dist"),
+        ("nemotron h without experts", {"mlp_bias": False}, "torch_dcp"),
+        ("qwen 3 next, published layers", {"norm_topk_prob": True}, "fsdp_dtensor"),
+    ],
+)
+def test_hybrids_go_through_each_format_and_back(
+    name: str, settings: dict[str, object], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mamba-2, attention, MLP, experts and gated delta nets. transformers computes the logits of what Megatron-LM's
+    checkpoint holds, and the folder has the names and weights that it began with."""
+    hub = save_model(make_model(name, torch.float32, **settings), tmp_path / "hub")
+    theirs, back = tmp_path / "theirs", tmp_path / "back"
+    assert main(["--from-hf", str(hub), "--to", str(theirs), "--ckpt-format", kind]) == 0
+    assert f"weights only, in the format {kind}" in capsys.readouterr().out
+    assert main(["--from", str(theirs), "--to-hf", str(back), "--verify"]) == 0
+    assert "verified: transformers computes the same logits" in capsys.readouterr().out
+    first, second = (load_file(folder / "model.safetensors") for folder in (hub, back))
+    assert first.keys() == second.keys()
+    assert all(same_bits(first[key], second[key].view(first[key].shape)) for key in first)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -76,6 +102,7 @@ def test_from_megatron_to_the_hub_and_back(tmp_path: Path, capsys: pytest.Captur
         ("--from-hf a --to b --ckpt-step 3 -- --num-layers 2", "--ckpt-step is for --from"),
         ("--from-hf a --to b -- --num-layers 2", "error: flags after -- are for --from"),
         ("--from a --to-hf b --transformer-impl local", "error: --transformer-impl is for --to"),
+        ("--from a --to-hf b --ckpt-format torch_dcp", "error: --ckpt-format is for --to"),
         ("--from-hf a --to FULL", "FULL is not empty"),
     ],
 )
