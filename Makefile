@@ -15,7 +15,7 @@ endif
 CORPUS ?=
 TEST_WORKERS ?= 2
 
-.PHONY: quickstart test test-quick test-all test-gpu test-scripts checks format clean
+.PHONY: quickstart test test-quick test-all test-gpu test-scripts checks format docs dist sbom clean
 
 quickstart: $(READY)
 	$(PYTHON) tools/quickstart.py $(if $(CORPUS),--corpus $(CORPUS))
@@ -43,6 +43,21 @@ checks: $(READY_DEV)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -c 'from importlinter.cli import lint_imports_command as lint; lint()'
+
+# The site is in build/site. A link that leads nowhere is an error.
+docs: $(READY_DEV)
+	$(PYTHON) -m mkdocs build --strict
+
+# A wheel of this commit. build/ is removed first, because files in it would get into the wheel.
+dist: $(READY)
+	rm -rf build/lib build/bdist.* dist
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+# A bill of materials (CycloneDX) of the versions that images install.
+sbom: $(READY)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check "cyclonedx-bom>=5"
+	mkdir -p dist
+	$(PYTHON) -m cyclonedx_py requirements containers/constraints.txt --pyproject pyproject.toml --output-file dist/sbom.json
 
 format: $(READY_DEV)
 	$(PYTHON) -m ruff check --fix .

@@ -27,7 +27,7 @@ from megatron.core.tokens import Tokens
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, block_spec_of_flag
 from megatron.data.datasets.bert_dataset import BERTMaskedWordPieceDataset
 from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.training import pretrain
+from megatron.facades.pretrain import pretrain
 from megatron.training.data.masked_data import BertBatch, bert_dataset_config
 from megatron.training.data.step_data import StepData
 from megatron.training.providers import Context, ForwardStep, LossFunction, Providers, SampleCounts, Stage

@@ -26,7 +26,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokens import SequencePart, Tokens
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, block_spec_of_flag
 from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.training import pretrain
+from megatron.facades.pretrain import pretrain
 from megatron.training.data.batch import Batch
 from megatron.training.data.sources import gpt_dataset_config, gpt_dataset_kind, loss_names, with_source_losses
 from megatron.training.data.step_data import StepData
@@ -90,13 +90,13 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 def build_forward_step(context: Context, loss_func: LossFunction = loss_func) -> ForwardStep:
     """Returns a forward step whose loss is `loss_func(loss_mask, losses)`."""
-    device = context.environment.device
-    part = sequence_part(context.environment.groups)
+    device, groups = context.environment.device, context.environment.groups
     sources = loss_names(context.config)
 
     def forward_step(data: StepData, model: nn.Module) -> tuple[Tensor, LossFunction]:
         batch: Batch = next(data).to(device, non_blocking=True)
         sample_length = batch.tokens.shape[1]
+        part = sequence_part(groups, batch.local_cp_size)
         batch = (batch if batch.cu_seqlens is None else batch.laid_end_to_end()).part(part)
         tokens = describe_tokens(batch, data, part, sample_length)
         inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
@@ -123,4 +123,5 @@ def describe_tokens(batch: Batch, data: StepData, part: SequencePart | None, sam
 
 
 if __name__ == "__main__":
-    pretrain(Providers(build_model, build_datasets, build_forward_step), args_defaults={"model_family": "gpt"})
+    providers = Providers(build_model, build_datasets, build_forward_step, cuts_shared_batches=True)
+    pretrain(providers, args_defaults={"model_family": "gpt"})

@@ -12,7 +12,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     end_with_launcher()
     notice_siblings()
 
-from megatron.training import pretrain
+from megatron.facades.pretrain import pretrain
 from megatron.training.providers import Providers
 from pretrain_gpt import build_datasets, build_forward_step, build_model
 

@@ -27,7 +27,7 @@ from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec
 from megatron.core.transformer.layer_inputs import key_padding_mask
 from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.data.datasets.t5_dataset import T5MaskedWordPieceDataset
-from megatron.training import pretrain
+from megatron.facades.pretrain import pretrain
 from megatron.training.data.masked_data import T5Batch, t5_dataset_config
 from megatron.training.data.step_data import StepData
 from megatron.training.providers import Context, ForwardStep, LossFunction, Providers, SampleCounts, Stage

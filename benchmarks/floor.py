@@ -24,8 +24,9 @@ from megatron.core.communication.collectives import group_rank, group_size, star
 from megatron.core.communication.peer_memory import SymmetricMemory
 from megatron.core.distributed.main_grad import accumulate_product
 from megatron.core.exceptions import UserError
+from megatron.core.ops.fp8.block_recipes import build_scaling
 from megatron.core.ops.fp8.quantize import Quantized
-from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, Scaling, build_scaling
+from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, Scaling
 from megatron.core.ops.linear import product
 from megatron.diagnosis.planning.work import Product
 

@@ -23,8 +23,9 @@ _CHUNKS = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-ra
 _ZERO3 = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
 _BOTH = "--overlap-grad-reduce --overlap-param-gather"
 _FLEX = "--moe-token-dispatcher-type flex"
-_TURNS = "--overlap-moe-expert-parallel-comm"
-_GATHERED = "--moe-token-dispatcher-type allgather --delay-wgrad-compute"
+_ANCHOR_OVERLAP = "--overlap-moe-expert-parallel-comm"
+_DELAYED = "--delay-wgrad-compute"
+_GATHERED = f"--moe-token-dispatcher-type allgather {_DELAYED}"
 _WIDE = "--micro-batch-size 8"
 _FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 _FSDP_OF_ANCHOR = (
@@ -63,18 +64,15 @@ def _expert_parallel(gpus: int, ours: str = "", anchor: str | None = None, **mor
 
 
 def _expert_layouts(gpus: int) -> dict[str, Layout]:
-    """Ways to exchange tokens. The anchor's flex dispatcher needs DeepEP, so it stands beside ours with alltoall."""
+    """Ways to exchange tokens. The anchor's flex dispatcher needs DeepEP, so it stands beside ours with alltoall. With
+    `-overlap` the anchor hides the exchange behind another micro-batch, and we hide it behind weight gradients."""
     plain = f"ep{gpus}"
     return {
         plain: _expert_parallel(gpus),
         f"{plain}-flex": _expert_parallel(gpus, _FLEX, reference=plain),
         f"{plain}-allgather": _expert_parallel(gpus, _GATHERED, reference=plain),
-        f"{plain}-overlap": _expert_parallel(gpus, f"{_TURNS} --delay-wgrad-compute", _TURNS, connections=32),
-        f"{plain}-flex-overlap": _expert_parallel(
-            gpus,
-            f"--moe-token-dispatcher-type flex {_TURNS} --delay-wgrad-compute",
-            reference=f"{plain}-overlap",
-        ),
+        f"{plain}-overlap": _expert_parallel(gpus, _DELAYED, _ANCHOR_OVERLAP, connections=32),
+        f"{plain}-flex-overlap": _expert_parallel(gpus, f"{_FLEX} {_DELAYED}", reference=f"{plain}-overlap"),
     }
 
 

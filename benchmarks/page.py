@@ -104,17 +104,6 @@ def floors() -> str:
     return table_of(("cell", *parts, "floor", "step", "floor / step", "date"), table)
 
 
-def timelines() -> str:
-    """Returns the table of what the GPUs of a traced step do."""
-    parts = ("step", "computing", "exposed_communication", "idle", "communicating")
-    table = []
-    for row in read_rows("timeline"):
-        timeline = row["ours"]["timeline"]
-        if row["gpus"] > 1:
-            table.append([_name(row), *(f"{timeline[part]:.1f}" for part in parts), row["date"]])
-    return table_of(("cell", *(part.replace("_", " ") for part in parts), "date"), table)
-
-
 def subject(name: str) -> str:
     """Returns a subject: how it was measured, and its table."""
     found = read_subjects()[name]
@@ -133,7 +122,6 @@ MADE_OF_ROWS: Mapping[str, Callable[[], str]] = {
     "speed beside the anchor": beside_the_anchor,
     "speed without an anchor": without_an_anchor,
     "floors": floors,
-    "timelines": timelines,
 }
 
 

@@ -16,7 +16,7 @@ STEPS = 2
 
 def data_words(entry: str, folder: str) -> list[str]:
     """Returns flags for made-up data and for a tokenizer that does not need the command's files."""
-    if entry == "pretrain_gpt.py":
+    if entry in ("pretrain_gpt.py", "pretrain_hybrid.py"):
         return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
     tokenizer = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", f"{folder}/vocab.txt"]
     return ["--mock-data", *tokenizer]

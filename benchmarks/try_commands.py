@@ -1,7 +1,7 @@
 """Tries training commands:   python benchmarks/try_commands.py COMMANDS.jsonl
 
-Each line of the file is a JSON object with `entry` (pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py), `argv` (a
-list of words, or `command`, one string) and perhaps `source`. For each command:
+Each line of the file is a JSON object with `entry` (pretrain_gpt.py, pretrain_hybrid.py, pretrain_bert.py or
+pretrain_t5.py), `argv` (a list of words, or `command`, one string) and perhaps `source`. For each command:
 
 1. `--dry-run`, with made-up data and a tokenizer that needs no files. --check flags only reads the flags, which takes
    milliseconds; a dry run of a large layout takes minutes.
@@ -43,7 +43,7 @@ import numba  # noqa: F401  # a run imports it and the next but one at their fir
 import torch
 
 import pretrain_bert
-import pretrain_gpt  # noqa: F401  # forks find it imported
+import pretrain_hybrid  # imports pretrain_gpt too, so that forks find both imported
 import pretrain_t5
 from benchmarks.small_commands import data_words, small_command
 from megatron.core.exceptions import UserError
@@ -53,8 +53,9 @@ from megatron.training.config.command_line import split_words
 from megatron.training.config.settings import LaunchEnvironment
 
 ROOT = Path(__file__).resolve().parents[1]
-DEFAULTS: Mapping[str, Mapping[str, str]] = {
+DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "pretrain_gpt.py": {"model_family": "gpt"},
+    "pretrain_hybrid.py": pretrain_hybrid.DEFAULTS,
     "pretrain_bert.py": pretrain_bert.DEFAULTS,
     "pretrain_t5.py": pretrain_t5.DEFAULTS,
 }

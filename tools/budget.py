@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
@@ -30,20 +30,17 @@ from megatron.training.config.tool_flags import ToolParser, number, whole_number
 LAWS = {"besiroglu2024": CORRECTED, "hoffmann2022": PUBLISHED}
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
-    try:
-        args = _parser().parse_args(argv)
-        if args.recipe is not None and args.params is not None:
-            raise UserError("give --recipe or --params, not both")
-        parameters = args.params if args.recipe is None else float(_recipe(args.recipe))
-        inference_mfu = args.mfu if args.inference_mfu is None else args.inference_mfu
-        rates = Rates(gpu_named(args.gpu), args.mfu, inference_mfu, args.price_per_hour)
-        law = LAWS[args.law]
-        found = budget(rates, parameters, args.tokens, args.gpu_hours, args.inference_tokens or 0.0, law)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = _parser().parse_args(argv)
+    if args.recipe is not None and args.params is not None:
+        raise UserError("give --recipe or --params, not both")
+    parameters = args.params if args.recipe is None else float(_recipe(args.recipe))
+    inference_mfu = args.mfu if args.inference_mfu is None else args.inference_mfu
+    rates = Rates(gpu_named(args.gpu), args.mfu, inference_mfu, args.price_per_hour)
+    law = LAWS[args.law]
+    found = budget(rates, parameters, args.tokens, args.gpu_hours, args.inference_tokens or 0.0, law)
     print(*budget_lines(found, rates, law, args.gpus), sep="\n")
     return 0
 

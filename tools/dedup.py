@@ -11,12 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes, warn
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
-from megatron.core.exceptions import UserError
 from megatron.data.cleaning.config import DedupConfig
 from megatron.data.cleaning.dedup import deduplicate
 from megatron.data.cleaning.running import last_lines
@@ -29,16 +28,13 @@ ABOUT = (
 )
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool; returns its exit code."""
     try:
         section = Section("flags", DedupConfig)
         (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
-        report = deduplicate(config, _warn)
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+        report = deduplicate(config, warn)
     except KeyboardInterrupt:
         print("interrupted; nothing was written; the same command continues from the finished part", file=sys.stderr)
         return 130
@@ -49,10 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in last_lines(report):
         print(line)
     return 0
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

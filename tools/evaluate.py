@@ -15,25 +15,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.conversion.hub_predictor import HubPredictor, tokenizer_of_folder
+from megatron.conversion.hub_run import load_hub_weights
 from megatron.core.declarations.config_fields import flag
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import open_atomically
 from megatron.data.tokenizer.base import Tokenizer
-from megatron.training.config.recorded_flags import words_of_spec
-from megatron.training.config.retired import Occurrence
 from megatron.training.config.tool_flags import Section, read_tool_flags
 from megatron.training.evaluation.predictor import LayoutPredictor, Predictor
 from megatron.training.evaluation.scoring import TaskScores
 from megatron.training.evaluation.tasks import EvaluationTasks, prepare_tasks
 from megatron.training.log.console_line import format_scores
 from megatron.training.trained_model import load_trained_model
-from tools.entry_scripts import build_model
+from tools.entry_scripts import build_model, words_given_again
 
 USAGE = "python tools/evaluate.py (--load DIR | --hf-dir DIR) --eval-tasks FILE [flags]"
 ABOUT = "Scores evaluation tasks with a checkpoint, or with a Hugging Face folder and transformers."
@@ -48,6 +47,9 @@ class EvaluateConfig:
 
     ckpt_step: int | None = flag(None, only_with="load")
     """Iteration of the checkpoint. Default: the newest whole checkpoint."""
+
+    base: str | None = flag(None, only_with="load")
+    """Folder of the model that adapters belong to (--lora-rank), if it has moved since the run."""
 
     hf_dir: str | None = None
     """Folder of a Hugging Face model."""
@@ -94,16 +96,12 @@ def problems_of(config: EvaluateConfig) -> Iterator[str]:
         yield "{output} must be a file in a folder that exists"
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     sections = [Section("evaluation", EvaluateConfig, lambda config: list(problems_of(config)))]
-    try:
-        (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT)
-        evaluate(config)
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+    (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT)
+    evaluate(config)
     return 0
 
 
@@ -127,11 +125,15 @@ def open_model(config: EvaluateConfig) -> tuple[Predictor, Tokenizer, str]:
     if config.hf_dir is not None:
         folder = Path(config.hf_dir)
         return HubPredictor(folder, config.batch_size, config.max_length), tokenizer_of_folder(folder), config.hf_dir
-    moved = {name: getattr(config, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
-    places = [(f"--{name.replace('_', '-')}", place) for name, place in moved.items() if place is not None]
-    words = [word for name, place in places for word in Occurrence(name, (place,)).as_words()]
-    words += words_of_spec(config.spec)
-    trained = load_trained_model(build_model, config.load or "", config.ckpt_step, words, average=config.ema)
+    trained = load_trained_model(
+        build_model,
+        config.load or "",
+        config.ckpt_step,
+        words_given_again(config),
+        average=config.ema,
+        base=config.base,
+        load_hub=load_hub_weights,
+    )
     family = trained.config.model.model_family
     if family in ("bert", "t5"):
         raise UserError(f"--load {config.load}: a {family.upper()} does not predict the next token of a text")

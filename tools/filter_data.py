@@ -11,12 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes, warn
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
-from megatron.core.exceptions import UserError
 from megatron.data.cleaning.config import FilterConfig
 from megatron.data.cleaning.filtering import filter_rows
 from megatron.data.cleaning.running import last_lines
@@ -26,16 +25,13 @@ USAGE = "python tools/filter_data.py --input FILE ... --output DIR [flags]"
 ABOUT = "Drop rows that break rules about their text. The result is the same for any number of processes."
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool; returns its exit code."""
     try:
         section = Section("flags", FilterConfig)
         (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
-        report = filter_rows(config, _warn)
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+        report = filter_rows(config, warn)
     except KeyboardInterrupt:
         print("interrupted; nothing was written; the same command continues from the finished part", file=sys.stderr)
         return 130
@@ -45,10 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in last_lines(report):
         print(line)
     return 0
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,13 @@ python tools/generate.py --load runs/bert --prompt "the loss of the [MASK] is pr
 python tools/generate.py --load runs/t5 --prompt "the <extra_id_0> of the run is printed"
 
 python tools/generate.py --load runs/tuned --chat
+torchrun --nproc_per_node 2 tools/generate.py --load runs/large --prompt "def " --tensor-model-parallel-size 2
 
 The checkpoint describes the model and the tokenizer. See docs/quickstart.md.
 """
 
+import dataclasses
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +25,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     exit_quietly()
 
+from megatron.conversion.hub_run import load_hub_weights
 from megatron.conversion.tokenizer_files import end_ids
 from megatron.core.declarations.config_fields import flag
 from megatron.core.exceptions import UserError
@@ -30,12 +34,11 @@ from megatron.core.inference.generation import generate
 from megatron.core.inference.mask_filling import fill_masks
 from megatron.core.inference.sampling import GREEDY, SamplingParams
 from megatron.data.tokenizer.base import Tokenizer
-from megatron.data.tokenizer.sft import SFTTokenizer
-from megatron.training.config.recorded_flags import words_of_spec
-from megatron.training.config.retired import Occurrence
+from megatron.data.tokenizer.generation import banned_sequences, chat_tokenizer
+from megatron.training.config.inference_layout import InferenceLayout
 from megatron.training.config.tool_flags import Section, read_tool_flags
-from megatron.training.trained_model import TrainedModel, load_trained_model
-from tools.entry_scripts import build_model
+from megatron.training.trained_model import TrainedModel, open_trained_model
+from tools.entry_scripts import build_model, words_given_again
 
 USAGE = "python tools/generate.py --load DIR --prompt TEXT ... [flags]"
 ABOUT = (
@@ -57,6 +60,9 @@ class GenerationConfig:
 
     ckpt_step: int | None = None
     """Iteration of the checkpoint. Default: the newest whole checkpoint."""
+
+    base: str | None = None
+    """Folder of the model that adapters belong to (--lora-rank), if it has moved since the run."""
 
     prompt: list[str] | None = flag(None, gathers=True)
     """Text to continue, or to fill. May be given several times."""
@@ -90,6 +96,30 @@ class GenerationConfig:
     seed: int = 1234
     """Seed of the samples."""
 
+    min_p: float = 0.0
+    """Leave out tokens with less than this share of the probability of the most likely token."""
+
+    typical_p: float = 0.0
+    """Sample from the most typical tokens that reach this probability together. 0: from all."""
+
+    epsilon_cutoff: float = 0.0
+    """Leave out tokens of a lower probability."""
+
+    eta_cutoff: float = 0.0
+    """Leave out tokens of a lower probability than this, or than its root times exp(-entropy)."""
+
+    repetition_penalty: float = 1.0
+    """Divide the positive logits of tokens that the text has already by this, and multiply negative ones."""
+
+    no_repeat_ngram_size: int = 0
+    """Write no sequence of this many tokens twice. 0: no limit."""
+
+    bad_words: list[str] | None = flag(None, nargs="*")
+    """Texts that are never written, neither alone nor after a blank."""
+
+    min_new_tokens: int = 0
+    """Number of tokens before a continuation may end."""
+
     batch_size: int = 16
     """Number of prompts that are continued at once. It does not change the continuations."""
 
@@ -112,16 +142,29 @@ class GenerationConfig:
     echo: bool = flag(True, off="--no-echo")
     """Print the prompt before its continuation."""
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, tokenizer: Tokenizer | None = None) -> SamplingParams:
         """Returns how tokens are chosen. Raises UserError for impossible values."""
-        if self.temperature is None and not self.top_k and not self.top_p:
-            return GREEDY
-        temperature = 1.0 if self.temperature is None else self.temperature
+        cuts = self.top_k, self.top_p, self.min_p, self.typical_p, self.epsilon_cutoff, self.eta_cutoff
+        is_greedy = self.temperature is None and not any(cuts)
         try:
-            return SamplingParams(temperature, self.top_k, self.top_p, self.seed)
+            return SamplingParams(
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_k=1 if is_greedy else self.top_k,
+                top_p=self.top_p,
+                seed=self.seed,
+                min_p=self.min_p,
+                typical_p=self.typical_p,
+                epsilon_cutoff=self.epsilon_cutoff,
+                eta_cutoff=self.eta_cutoff,
+                repetition_penalty=self.repetition_penalty,
+                no_repeat_ngram_size=self.no_repeat_ngram_size,
+                bad_words=() if tokenizer is None else banned_sequences(tokenizer, self.bad_words or ()),
+                min_new_tokens=self.min_new_tokens,
+            )
         except UserError as error:
-            names = re.compile("temperature|top_k|top_p")
-            raise UserError(names.sub(lambda name: "--" + name[0].replace("_", "-"), str(error))) from None
+            names = re.compile("|".join(field.name for field in dataclasses.fields(SamplingParams)))
+            spelled = names.sub(lambda name: "--" + name[0].replace("_", "-"), str(error), count=1)
+            raise UserError(spelled.replace("top_k", "--top-k")) from None
 
 
 def problems_of(config: GenerationConfig) -> Iterator[str]:
@@ -133,6 +176,8 @@ def problems_of(config: GenerationConfig) -> Iterator[str]:
     for name in ("system", "chat_template"):
         if getattr(config, name) is not None and not config.chat:
             yield f"{{{name}:name}} needs {{chat:name}}"
+    if config.bad_words is not None and not all(config.bad_words):
+        yield "{bad_words:name}: a text is empty; leave it out"
     for name in ("max_new_tokens", "batch_size"):
         if getattr(config, name) < 1:
             yield f"{{{name}}} must be at least 1"
@@ -140,29 +185,51 @@ def problems_of(config: GenerationConfig) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
-    sections = [Section("generation", GenerationConfig, lambda config: list(problems_of(config)))]
+    sections = [
+        Section("generation", GenerationConfig, lambda config: list(problems_of(config))),
+        Section("layout", InferenceLayout),
+    ]
     try:
-        (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT)
-        write(config)
+        config, layout = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT)
+        write(config, layout)
     except UserError as error:
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            note(f"error: {line}")
         return 2
     return 0
 
 
-def write(config: GenerationConfig) -> None:
+def write(config: GenerationConfig, layout: InferenceLayout) -> None:
     """Loads the model, continues the prompts batch by batch, and prints each batch when it is done."""
-    sampling, texts = config.sampling(), read_prompts(config)
-    words = given_again(config)
-    trained = load_trained_model(build_model, config.load or "", config.ckpt_step, words, log=note, average=config.ema)
-    note(f"{config.load}: iteration {trained.iteration}, on {trained.device}")
+    config.sampling()  # finds mistakes before the model is loaded
+    texts, words = read_prompts(config), words_given_again(config)
+    if config.chat and not texts and layout.num_ranks > 1:
+        raise UserError("--chat: several ranks cannot share the standard input; give the turns with --prompt")
+    place = config.load or ""
+    with open_trained_model(
+        build_model,
+        place,
+        config.ckpt_step,
+        words,
+        log=note,
+        average=config.ema,
+        layout=layout,
+        base=config.base,
+        load_hub=load_hub_weights,
+    ) as trained:
+        note(f"{config.load}: iteration {trained.iteration}, on {trained.device}")
+        write_texts(trained, texts, config)
+
+
+def write_texts(trained: TrainedModel, texts: Sequence[str], config: GenerationConfig) -> None:
+    """Continues the prompts with a model of any family."""
     if config.chat:
         return write_answers(trained, texts or map(str.rstrip, sys.stdin), config)
     if trained.config.model.model_family == "bert":
         return write_filled(trained, texts, config)
     if trained.config.model.model_family == "t5":
         return write_decoded(trained, texts, config)
+    sampling = config.sampling(trained.tokenizer)
     prompts = [encode(trained, text, config.max_new_tokens) for text in texts]
     reached = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
     if reached > trained.max_sequence_length:
@@ -179,7 +246,7 @@ def write(config: GenerationConfig) -> None:
         )
         for text, prompt, ids in zip(texts[batch], prompts[batch], written, strict=True):
             text_after = continuation(trained.tokenizer, prompt if text else [], ids)
-            print((text if config.echo else "") + text_after, flush=True)
+            show((text if config.echo else "") + text_after)
 
 
 def write_answers(trained: TrainedModel, turns: Iterable[str], config: GenerationConfig) -> None:
@@ -188,27 +255,26 @@ def write_answers(trained: TrainedModel, turns: Iterable[str], config: Generatio
     flags = trained.config.tokenizer
     if trained.config.model.model_family not in ("gpt", "hybrid"):
         raise UserError(f"--chat: a {trained.config.model.model_family} does not continue conversations")
-    if flags.family not in ("SFTTokenizer", "HuggingFaceTokenizer"):
-        raise UserError(f"--chat: a {flags.family} has no chat template; only a Hugging Face tokenizer may have one")
-    template = config.chat_template or flags.chat_template
-    tokenizer = SFTTokenizer(flags.tokenizer_model or "", flags.sft_tokenizer_prompt_format, template)
+    try:
+        tokenizer = chat_tokenizer(flags, config.chat_template)
+    except UserError as error:
+        raise UserError(f"--chat: {error}") from None
     ends = [*end_ids(flags, tokenizer), *([] if (end := tokenizer.turn_end()) is None else [end])]
+    sampling = config.sampling(tokenizer)
     messages = [] if config.system is None else [{"role": "system", "content": config.system}]
     for number, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})
         prompt = check_length(trained, tokenizer.encode_prompt(messages), config.max_new_tokens)
-        (ids,) = generate(
-            trained.model, [prompt], config.max_new_tokens, config.sampling(), ends=ends, first_sequence=number
-        )
+        (ids,) = generate(trained.model, [prompt], config.max_new_tokens, sampling, ends=ends, first_sequence=number)
         answer = tokenizer.detokenize(ids)
         messages.append({"role": "assistant", "content": answer})
-        print(answer, flush=True)
+        show(answer)
 
 
 def write_decoded(trained: TrainedModel, texts: Sequence[str], config: GenerationConfig) -> None:
     """Prints the text that the decoder of a T5 writes for each prompt of its encoder, batch by batch; with --no-echo
     without the prompt."""
-    tokenizer, sampling = trained.tokenizer, config.sampling()
+    tokenizer, sampling = trained.tokenizer, config.sampling(trained.tokenizer)
     begin = tokenizer.pad if tokenizer.bos is None else tokenizer.bos
     if begin is None:
         raise UserError(f"the tokenizer of {trained.config.tokenizer.family} has no token that begins a decoder's text")
@@ -312,22 +378,21 @@ def continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]
     return whole[len(before) :] if whole.startswith(before) else tokenizer.detokenize(ids)
 
 
-def given_again(config: GenerationConfig) -> list[str]:
-    """Returns the flags of the tokenizer's new location, and of the model's layers."""
-    places = {
-        "--vocab-file": config.vocab_file,
-        "--merge-file": config.merge_file,
-        "--tokenizer-model": config.tokenizer_model,
-    }
-    words = [
-        word for name, place in places.items() if place is not None for word in Occurrence(name, (place,)).as_words()
-    ]
-    return words + words_of_spec(config.spec)
-
-
 def note(sentence: str) -> None:
-    """Prints a message that is not a result, to stderr."""
-    print(sentence, file=sys.stderr, flush=True)
+    """Prints a message that is not a result, to stderr. Only the first rank prints."""
+    if is_first_rank():
+        print(sentence, file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """Prints a result. Only the first rank prints."""
+    if is_first_rank():
+        print(text, flush=True)
+
+
+def is_first_rank() -> bool:
+    """Whether this process prints."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 import numpy as np
@@ -71,22 +71,18 @@ class InspectionConfig:
                 yield f"{{{field}}}: must be at least {least}"
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    try:
-        named = any(word.startswith(("--tokenizer", "--vocab-")) for word in words)
-        checks = TokenizerConfig.validate if named else _no_problems
-        sections = (Section("data", InspectionConfig), Section("tokenizer", TokenizerConfig, checks))
-        config, tokenizer_config = read_tool_flags(words, sections, USAGE, ABOUT)
-        tokenizer = build_tokenizer(tokenizer_config) if named else None
-        if config.documents and tokenizer is None:
-            raise UserError("--documents: needs the tokenizer; give --tokenizer-type and its files")
-        faults = [fault for prefix in config.data_path for fault in _inspect(prefix, config, tokenizer)]
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+    named = any(word.startswith(("--tokenizer", "--vocab-")) for word in words)
+    checks = TokenizerConfig.validate if named else _no_problems
+    sections = (Section("data", InspectionConfig), Section("tokenizer", TokenizerConfig, checks))
+    config, tokenizer_config = read_tool_flags(words, sections, USAGE, ABOUT)
+    tokenizer = build_tokenizer(tokenizer_config) if named else None
+    if config.documents and tokenizer is None:
+        raise UserError("--documents: needs the tokenizer; give --tokenizer-type and its files")
+    faults = [fault for prefix in config.data_path for fault in _inspect(prefix, config, tokenizer)]
     return 1 if faults else 0
 
 

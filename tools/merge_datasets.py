@@ -10,16 +10,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes, warn
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
-from megatron.core.exceptions import UserError
 from megatron.data.datasets.indexed_dataset import IndexedDataset
 from megatron.data.preparation.dataset_merging import find_prefixes, merge_datasets
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(
@@ -31,11 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         prefixes = find_prefixes(args.input)
-        merge_datasets(prefixes, args.output_prefix, _warn, args.multimodal)
+        merge_datasets(prefixes, args.output_prefix, warn, args.multimodal)
         merged = IndexedDataset(args.output_prefix, multimodal=args.multimodal)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted; no data set was written; give the same command again", file=sys.stderr)
         return 130
@@ -45,10 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{len(merged):,} sequences, {tokens:,} tokens ({merged.dtype.name})"
     )
     return 0
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     exit_quietly()
 
+from megatron import programs
 from megatron.core.exceptions import UserError
 from megatron.diagnosis.planning.checklist import entry_script
 from megatron.diagnosis.planning.contract import pin
@@ -39,7 +40,6 @@ ABOUT = (
     "VALIDATION GATES, or YAML with the same keys; - reads standard input. Flags give or replace its values."
 )
 ASKS, WRONG = 3, 2
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = make_plan(specification, flags.global_batch_size, wanted=3 if flags.measure is None else 5)
         if flags.measure is not None:
             trials = []
-            for trial in measure(plan, _ROOT / entry_script(plan), flags.measure):
+            for trial in measure(plan, programs.entry_script("gpt").with_name(entry_script(plan)), flags.measure):
                 print(f"tried {trial.candidate.layout.name}: {trial.reason}", flush=True)
                 trials.append(trial)
             plan = with_measurements(plan, trials)

@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
@@ -27,6 +27,7 @@ from megatron.training.log.plot import PANELS, plot_metrics
 from megatron.training.log.plot_sweep import plot_sweep
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(
@@ -58,33 +59,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return draw_sweep(args.sweep, args.output or args.sweep / "sweep.png", args.value)
     first = args.metrics[0]
     beside = first / "loss.png" if first.is_dir() else first.with_name("loss.png")
-    try:
-        if args.smooth < 1:
-            raise UserError(f"--smooth {args.smooth}: give at least 1 iteration")
-        picture = plot_metrics(
-            args.metrics,
-            args.output or beside,
-            loss=args.loss,
-            title=args.title,
-            labels=args.labels,
-            panels=args.panels,
-            smooth=args.smooth,
-            against=args.against,
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.smooth < 1:
+        raise UserError(f"--smooth {args.smooth}: give at least 1 iteration")
+    picture = plot_metrics(
+        args.metrics,
+        args.output or beside,
+        loss=args.loss,
+        title=args.title,
+        labels=args.labels,
+        panels=args.panels,
+        smooth=args.smooth,
+        against=args.against,
+    )
     print(picture)
     return 0
 
 
+@tells_mistakes
 def draw_sweep(folder: Path, picture: Path, value: str | None) -> int:
     """Draws the last losses of a sweep and returns the exit code."""
-    try:
-        print(plot_sweep(folder, picture, against=value))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(plot_sweep(folder, picture, against=value))
     return 0
 
 

@@ -14,12 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes, warn
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
-from megatron.core.exceptions import UserError
 from megatron.data.preparation.config import PreparationConfig
 from megatron.data.preparation.manifest import DataManifest
 from megatron.data.preparation.prepare import PreparedData, prepare
@@ -40,6 +39,7 @@ SECTIONS = (
 RENAMED = {"--vocab": "--vocab-file"}
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool; returns its exit code."""
     console = Console()
@@ -47,20 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else argv
         preparation, tokenizer_config = read_tool_flags(words, SECTIONS, USAGE, ABOUT, RENAMED)
         if not (preparation.append_eod or preparation.split_sentences):
-            _warn("without --append-eod no token marks the end of a document, and the next document follows directly")
+            warn("without --append-eod no token marks the end of a document, and the next document follows directly")
         if preparation.partitions > 1 and not preparation.keep_sequential_samples:
-            _warn(
+            warn(
                 f"--partitions {preparation.partitions}: documents get another order than in the input "
                 "(--keep-sequential-samples keeps it)"
             )
         tokenizer = build_tokenizer(tokenizer_config)
         if tokenizer.speed_note is not None:
-            _warn(f"{tokenizer.type_name}: slow, by the tokenizers library, since {tokenizer.speed_note}")
-        prepared = prepare(preparation, tokenizer, console, _warn)
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+            warn(f"{tokenizer.type_name}: slow, by the tokenizers library, since {tokenizer.speed_note}")
+        prepared = prepare(preparation, tokenizer, console, warn)
     except KeyboardInterrupt:
         print(
             "interrupted; no data set was written; the same command continues from the finished part", file=sys.stderr
@@ -79,9 +75,9 @@ def _report(prepared: PreparedData) -> None:
         if manifest.documents_with_special_literals:
             _report_literals(manifest)
         if not manifest.tokens:
-            _warn(f"{prefix}: no tokens, so nothing can be trained on it")
+            warn(f"{prefix}: no tokens, so nothing can be trained on it")
         elif manifest.sentences is not None and manifest.sequences <= manifest.documents:
-            _warn(
+            warn(
                 f"{prefix}: no document has two sentences, of which BERT makes pairs; sentences end with marks such "
                 "as . ? and !"
             )
@@ -100,10 +96,6 @@ def _report(prepared: PreparedData) -> None:
 def _report_literals(manifest: DataManifest) -> None:
     how = "that token" if manifest.special_literals_matched else "ordinary text"
     print(f"  {manifest.documents_with_special_literals:,} of the documents spell out a special token, taken as {how}")
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes  # noqa: E402
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 import numpy as np  # noqa: E402
@@ -35,6 +35,7 @@ import torch  # noqa: E402
 from megatron.core.exceptions import UserError  # noqa: E402
 from megatron.core.utils.files import open_atomically, write_atomically  # noqa: E402
 from megatron.data.datasets.indexed_dataset import IndexedDataset  # noqa: E402
+from megatron.programs import entry_script  # noqa: E402
 from megatron.training.trained_model import load_trained_model  # noqa: E402
 from pretrain_gpt import build_model  # noqa: E402
 
@@ -70,6 +71,7 @@ class Recipe:
         return max(4, self.tokens // (self.global_batch_size * self.seq_length))
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -82,9 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         run_quickstart(arguments.corpus, arguments.output, Recipe(tokens=arguments.tokens))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except subprocess.CalledProcessError as error:
         print(f"error: this step failed (exit code {error.returncode}): {' '.join(error.cmd)}", file=sys.stderr)
         return 1
@@ -234,7 +233,7 @@ def train(recipe: Recipe, output: Path, tokenizer: list[object], *more: object) 
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     subprocess.run(
-        [*launch, str(ROOT / "pretrain_gpt.py"), *map(str, flags)],
+        [*launch, str(entry_script("gpt")), *map(str, flags)],
         check=True,
         env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)},
     )

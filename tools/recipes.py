@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
@@ -25,18 +25,15 @@ from megatron.training.config.tool_flags import ToolParser
 from megatron.training.inspection.print_config import lines_of_words
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
-    try:
-        args = _parser().parse_args(argv)
-        if args.command == "list":
-            return list_recipes(args.word)
-        if args.command == "show":
-            return show(recipe_named(args.name))
-        return verify([recipe_named(name) for name in args.names] or list(recipes().values()), args.count_only)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = _parser().parse_args(argv)
+    if args.command == "list":
+        return list_recipes(args.word)
+    if args.command == "show":
+        return show(recipe_named(args.name))
+    return verify([recipe_named(name) for name in args.names] or list(recipes().values()), args.count_only)
 
 
 def _parser() -> ToolParser:

@@ -24,10 +24,9 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from megatron.core.exceptions import UserError
 from megatron.diagnosis.replay import DumpedStep, read_dump, replay, report
+from megatron.programs import entry_script
 from megatron.training.launch.errors import exit_with_problems
 from tools.verify_layout import load_script
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +55,7 @@ def script_of(dump: DumpedStep) -> Path:
     family = dump.manifest.config.get("model_family") or "gpt"
     if family not in ("gpt", "bert", "t5"):
         raise UserError(f"{dump.folder}: model family {family!r}: give its script with --script")
-    return ROOT / f"pretrain_{family}.py"
+    return entry_script(family)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
@@ -34,26 +34,23 @@ from megatron.core.groups.rank_grid import (
 Groups = dict[str, list[tuple[int, ...]]]
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     args = _parser().parse_args(argv)
-    try:
-        grid = RankGrid(
-            args.world_size,
-            tensor=args.tensor_model_parallel_size,
-            context=args.context_parallel_size,
-            pipeline=args.pipeline_model_parallel_size,
-            expert=args.expert_model_parallel_size,
-            expert_tensor=args.expert_tensor_parallel_size,
-            order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
-            optimizer_instances=args.num_distributed_optimizer_instances,
-        )
-        groups = all_groups(grid, args.hierarchical_context_parallel_sizes)
-        if args.rank is not None and not 0 <= args.rank < grid.world_size:
-            raise UserError(f"--rank {args.rank}: the ranks are 0 to {grid.world_size - 1}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    grid = RankGrid(
+        args.world_size,
+        tensor=args.tensor_model_parallel_size,
+        context=args.context_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        optimizer_instances=args.num_distributed_optimizer_instances,
+    )
+    groups = all_groups(grid, args.hierarchical_context_parallel_sizes)
+    if args.rank is not None and not 0 <= args.rank < grid.world_size:
+        raise UserError(f"--rank {args.rank}: the ranks are 0 to {grid.world_size - 1}")
     print("\n".join(group_lines(grid, groups) if args.rank is None else rank_lines(grid, groups, args.rank)))
     return 0
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
@@ -29,14 +29,11 @@ from megatron.core.pipeline_parallel.simulator import Costs, simulate
 from megatron.core.pipeline_parallel.stages import Pipeline
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     args = _parser().parse_args(argv)
-    try:
-        schedule = schedule_of(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    schedule = schedule_of(args)
     chunks = schedule.pipeline.chunks
     timeline = simulate(
         schedule,
@@ -98,15 +95,7 @@ def schedule_of(args: argparse.Namespace) -> Schedule:
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than the {size} ranks; {size} works"
         )
     pipeline = Pipeline(size, 2 if name == "zb-v" else chunks or 1, v_shaped=name == "zb-v")
-    pairs = args.overlap_moe_expert_parallel_comm and not args.forward_only
-    if pairs and pipeline.num_stages > 1 and (pipeline.chunks == 1 or pipeline.v_shaped):
-        raise UserError(
-            "--overlap-moe-expert-parallel-comm pairs forwards with backwards of one rank or of an interleaved "
-            "pipeline; give --num-virtual-stages-per-pipeline-rank of 2 or more"
-        )
-    return Schedule(
-        schedule_name(name, pipeline), pipeline, args.num_microbatches, args.forward_only, group, pairs=pairs
-    )
+    return Schedule(schedule_name(name, pipeline), pipeline, args.num_microbatches, args.forward_only, group)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,11 +115,6 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="consecutive micro-batches of a chunk (interleaved); default: the number of ranks",
-    )
-    parser.add_argument(
-        "--overlap-moe-expert-parallel-comm",
-        action="store_true",
-        help="pair the forward of one micro-batch with the backward of another; a pair is drawn as one",
     )
     parser.add_argument("--forward-only", action="store_true", help="draw forward passes only, as in evaluation")
     parser.add_argument("--forward-time", type=float, default=1.0, metavar="T", help="time of a forward pass")

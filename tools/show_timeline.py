@@ -14,15 +14,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
-from megatron.core.exceptions import UserError
 from megatron.training.log.timeline import StepTimes, TimeShare, read_step_times
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(
@@ -31,13 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE.json", help="Chrome traces, .json or .json.gz")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also show the N kernels that take longest")
     args = parser.parse_args(argv)
-    try:
-        for trace in args.traces:
-            times = read_step_times(trace)
-            print(f"{trace}:", *report(times, args.kernels), sep="\n")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for trace in args.traces:
+        times = read_step_times(trace)
+        print(f"{trace}:", *report(times, args.kernels), sep="\n")
     return 0
 
 

@@ -31,9 +31,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
@@ -134,6 +134,7 @@ def _values(name: str, found: Any, path: Path) -> dict[str, str]:
     return {value: f"--{name} {value}" for value in found}
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code: 1 if a run failed."""
     parser = argparse.ArgumentParser(
@@ -146,26 +147,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     action.add_argument("--slurm", action="store_true", help="print a script for sbatch: an array with a task per run")
     action.add_argument("--results", action="store_true", help="print the last losses, the best first")
     args = parser.parse_args(argv)
-    try:
-        sweep = read_sweep(args.file)
-        runs = sweep.runs()
-        if args.index is not None and not 0 <= args.index < len(runs):
-            raise UserError(f"--index {args.index}: the sweep has {len(runs)} runs, from 0 to {len(runs) - 1}")
-        if args.index is not None and args.slurm:
-            raise UserError("--index and --slurm exclude each other: the script runs every index")
-        chosen = runs if args.index is None else [runs[args.index]]
-        if args.run:
-            write_index(sweep, runs)
-            return max(start(sweep, run) for run in chosen)
-        if args.slurm:
-            print(slurm_script(args.file, len(runs)))
-        elif args.results:
-            print_results(sweep, chosen)
-        else:
-            print(*(shlex.join(sweep.command(run)) for run in chosen), sep="\n")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    sweep = read_sweep(args.file)
+    runs = sweep.runs()
+    if args.index is not None and not 0 <= args.index < len(runs):
+        raise UserError(f"--index {args.index}: the sweep has {len(runs)} runs, from 0 to {len(runs) - 1}")
+    if args.index is not None and args.slurm:
+        raise UserError("--index and --slurm exclude each other: the script runs every index")
+    chosen = runs if args.index is None else [runs[args.index]]
+    if args.run:
+        write_index(sweep, runs)
+        return max(start(sweep, run) for run in chosen)
+    if args.slurm:
+        print(slurm_script(args.file, len(runs)))
+    elif args.results:
+        print_results(sweep, chosen)
+    else:
+        print(*(shlex.join(sweep.command(run)) for run in chosen), sep="\n")
     return 0
 
 

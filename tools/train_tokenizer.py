@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.declarations.config_fields import flag
@@ -95,16 +95,12 @@ def problems_of(config: TokenizerTrainingConfig) -> Iterator[str]:
         yield "{min_frequency} must be at least 1"
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
-    try:
-        section = Section("flags", TokenizerTrainingConfig, problems_of)
-        (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
-        size = train_and_write(config, texts_of_files(find_inputs(config.input), config))
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+    section = Section("flags", TokenizerTrainingConfig, problems_of)
+    (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
+    size = train_and_write(config, texts_of_files(find_inputs(config.input), config))
     if size < config.vocab_size:
         print(
             f"warning: the text gives only {size} tokens, fewer than --vocab-size {config.vocab_size}", file=sys.stderr

@@ -36,10 +36,11 @@ from megatron.diagnosis.gates.resume import ResumePlan, judge_resume
 from megatron.diagnosis.gates.throughput import judge_throughput, speeds
 from megatron.diagnosis.gates.user_run import UserRun, read_user_run, run_part
 from megatron.diagnosis.gates.verdict import Verdict
+from megatron.programs import entry_script
 from megatron.training.config.tool_flags import ToolParser, number
 from megatron.training.launch.errors import exit_with_problems
 
-PRETRAIN_GPT = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
+PRETRAIN_GPT = entry_script("gpt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -48,6 +48,7 @@ from megatron.diagnosis.layout_check.differences import differences, report
 from megatron.diagnosis.layout_check.layout_trace import FORWARD, LayoutTrace, record_layout_trace
 from megatron.diagnosis.layout_check.shrink_run import flags_of_script, flags_that_matter, shrink_run
 from megatron.facades.global_vars import published
+from megatron.programs import entry_script
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import ExtraArgsProvider, read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -55,7 +56,7 @@ from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.launch.errors import exit_with_problems
 from megatron.training.providers import Providers
 
-PRETRAIN_GPT = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
+PRETRAIN_GPT = entry_script("gpt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,9 +22,9 @@ from pathlib import Path  # noqa: E402
 from tempfile import TemporaryDirectory  # noqa: E402
 from typing import Literal  # noqa: E402
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes  # noqa: E402
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.declarations.config_fields import flag  # noqa: E402
@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.checkpoint import Checkpoint  # noqa: E402
 from megatron.core.dist_checkpointing.checkpoint_selection import nothing_to_load, open_newest  # noqa: E402
 from megatron.core.dist_checkpointing.folders import candidates  # noqa: E402
 from megatron.core.exceptions import UserError  # noqa: E402
+from megatron.core.utils.store_path import local_folder, place  # noqa: E402
 from megatron.training.config.tool_flags import Section, read_tool_flags  # noqa: E402
 from tools.evaluate import EvaluateConfig, evaluate  # noqa: E402
 
@@ -87,23 +88,19 @@ def problems_of(config: AverageConfig) -> Iterator[str]:
         yield "{method} needs {eval_tasks:name} FILE and {metric:name} TASK/METRIC"
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     sections = [Section("averaging", AverageConfig, lambda config: list(problems_of(config)))]
-    try:
-        (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT)
-        average(config)
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+    (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT)
+    average(config)
     return 0
 
 
 def average(config: AverageConfig) -> None:
     """Writes the average, and prints where it is and what it consists of."""
-    chosen = open_all(Path(config.load or ""), config)
-    root = Path(config.save or "")
+    chosen = open_all(place(config.load or ""), config)
+    root = local_folder("--save", config.save or "")
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise UserError(f"--save {root} is no empty folder; name a folder that is empty or does not exist")
     if not root.absolute().parent.is_dir():
@@ -138,7 +135,9 @@ def greedy(checkpoints: Sequence[Checkpoint], config: AverageConfig) -> list[Che
 
     def score(chosen: Sequence[Checkpoint]) -> float:
         title = f"average of the iterations {', '.join(str(each.manifest.iteration) for each in chosen)}"
-        with TemporaryDirectory(prefix="average-", dir=Path(config.save or "").absolute().parent) as folder:
+        with TemporaryDirectory(
+            prefix="average-", dir=local_folder("--save", config.save or "").absolute().parent
+        ) as folder:
             write(chosen, [1.0 / len(chosen)] * len(chosen), Path(folder) / "candidate")
             return score_of(Path(folder) / "candidate", config, title)
 

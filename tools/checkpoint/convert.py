@@ -2,6 +2,7 @@
 
 python tools/checkpoint/convert.py import --hf-dir Qwen3-8B --save converted
 python tools/checkpoint/convert.py export --load checkpoints --hf-dir my-model
+python tools/checkpoint/convert.py export --load checkpoints --to-gguf my-model.gguf --gguf-type q8_0
 python tools/checkpoint/convert.py import-megatron --load their-checkpoints --save converted [-- FLAGS OF THE RUN]
 python tools/checkpoint/convert.py export-megatron --load checkpoints --save for-megatron-lm
 python tools/checkpoint/convert.py --from their-checkpoints --to-hf my-model [-- FLAGS OF THE RUN]
@@ -27,21 +28,25 @@ from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Literal  # noqa: E402
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes  # noqa: E402
 
+if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 import torch  # noqa: E402
 
 from megatron.conversion.exporting import export_model  # noqa: E402
 from megatron.conversion.families import FAMILIES  # noqa: E402
+from megatron.conversion.fp8_folder import Granularity, write_fp8  # noqa: E402
+from megatron.conversion.gguf import GgufType, check_target, write_gguf  # noqa: E402
 from megatron.conversion.importing import FLAGS, import_model  # noqa: E402
-from megatron.conversion.megatron_lm.exporting import export_run  # noqa: E402
+from megatron.conversion.megatron_lm.exporting import ExportFormat, export_run  # noqa: E402
 from megatron.conversion.megatron_lm.importing import import_run  # noqa: E402
+from megatron.conversion.model_folder import refuse_used  # noqa: E402
 from megatron.conversion.verification import Comparison  # noqa: E402
 from megatron.core.declarations.config_fields import flag  # noqa: E402
 from megatron.core.exceptions import UserError  # noqa: E402
+from megatron.core.utils.store_path import local_folder, place  # noqa: E402
 from megatron.training.config.tool_flags import Section, read_tool_flags  # noqa: E402
 from tools.entry_scripts import build_model  # noqa: E402
 
@@ -101,7 +106,17 @@ class ExportConfig:
     """Iteration of the checkpoint. Default: the newest whole checkpoint."""
 
     hf_dir: str | None = None
-    """Folder to write; it must be empty or not exist. Required."""
+    """Folder to write; it must be empty or not exist. Required without --to-gguf."""
+
+    to_gguf: str | None = None
+    """File to write for llama.cpp; it must not exist. Needs the package gguf."""
+
+    gguf_type: GgufType = "f16"
+    """Type of the matrices in the file of --to-gguf. Norms, biases and routers are float32."""
+
+    fp8: Granularity | None = None
+    """Write the linear weights of --hf-dir in fp8 (e4m3) with one scale per matrix, row or block of 128 by 128, for
+    vLLM. Logits are compared before the weights are rounded."""
 
     architecture: str | None = None
     """Class of transformers to export as. Default: the first that supports the model."""
@@ -178,6 +193,9 @@ class DirectConfig:
     transformer_impl: Implementation = "transformer_engine"
     """Layers of Megatron-LM that load the result of --to; local: without Transformer Engine."""
 
+    ckpt_format: ExportFormat = "torch_dist"
+    """Format of the result of --to, as --ckpt-format there."""
+
     verify: bool | None = flag(None, off="--no-verify")
     """Compare the logits of transformers with those of the weights, in float32 on the CPU. If they differ, nothing is
     written. Default: --to-hf compares where transformers is installed and half of the free memory is enough, --from-hf
@@ -203,6 +221,10 @@ class ExportMegatronConfig:
     transformer_impl: Implementation = "transformer_engine"
     """Layers of Megatron-LM that load the result; local: without Transformer Engine. The names of some norms differ."""
 
+    ckpt_format: ExportFormat = "torch_dist"
+    """Format of the result, as --ckpt-format there. fsdp_dtensor is that of --use-megatron-fsdp, torch_dcp that of
+    --use-torch-fsdp2."""
+
 
 AnyConfig = ImportConfig | ExportConfig | ImportMegatronConfig | ExportMegatronConfig
 
@@ -212,45 +234,51 @@ def missing(config: AnyConfig, *names: str) -> list[str]:
     return [f"{{{name}:name}} is required" for name in names if getattr(config, name) is None]
 
 
+def mistargeted(config: ExportConfig) -> list[str]:
+    """Returns a problem for each flag that an export lacks, or that does not apply to what it writes."""
+    problems = missing(config, "load")
+    if config.hf_dir is None and config.to_gguf is None:
+        problems.append("{hf_dir:name} is required, or {to_gguf:name}")
+    if config.fp8 is not None and (config.hf_dir is None or config.to_gguf is not None):
+        problems.append("{fp8:name} is for {hf_dir:name} without {to_gguf:name}, whose types {gguf_type:name} names")
+    return problems
+
+
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if words[:1] == ["import"]:
-            section = Section("import", ImportConfig, lambda config: missing(config, "hf_dir", "save"))
-            run_import(read_tool_flags(words[1:], [section], f"{PROGRAM} import [flags]", ABOUT)[0])
-        elif words[:1] == ["export"]:
-            section = Section("export", ExportConfig, lambda config: missing(config, "load", "hf_dir"))
-            run_export(read_tool_flags(words[1:], [section], f"{PROGRAM} export [flags]", ABOUT)[0])
-        elif words[:1] == ["import-megatron"]:
-            cut = words.index("--") if "--" in words else len(words)
-            section = Section("import-megatron", ImportMegatronConfig, lambda config: missing(config, "load", "save"))
-            usage = f"{PROGRAM} import-megatron [flags] [-- flags of the run]"
-            own = read_tool_flags(words[1:cut], [section], usage, ABOUT_MEGATRON)[0]
-            run_import_megatron(own, words[cut + 1 :])
-        elif words[:1] == ["export-megatron"]:
-            exporting = Section("export-megatron", ExportMegatronConfig, lambda config: missing(config, "load", "save"))
-            usage = f"{PROGRAM} export-megatron [flags]"
-            run_export_megatron(read_tool_flags(words[1:], [exporting], usage, ABOUT_MEGATRON)[0])
-        elif words[:1] in (["--help"], ["-h"]):
-            actions = "|".join(ACTIONS)
-            print(
-                f"usage: {PROGRAM} {actions} [flags]\n       {PROGRAM} --from DIR --to-hf DIR [flags]\n"
-                f"       {PROGRAM} --from-hf DIR --to DIR [flags]\n\n{ABOUT}\n{ABOUT_MEGATRON}\n\n"
-                "ACTION --help and --from --help list their flags"
-            )
-        elif words and words[0].startswith("--"):
-            cut = words.index("--") if "--" in words else len(words)
-            direct = Section("convert", DirectConfig, lambda config: mispaired(config, words[cut + 1 :]))
-            own = read_tool_flags(words[:cut], [direct], f"{PROGRAM} [flags] [-- flags of the run]", ABOUT_DIRECT)
-            run_direct(own[0], words[cut + 1 :])
-        else:
-            other = f", not {words[0]}" if words else ""
-            raise UserError(f"the first word must be one of {', '.join(ACTIONS)}, --from, --from-hf{other}")
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+    if words[:1] == ["import"]:
+        section = Section("import", ImportConfig, lambda config: missing(config, "hf_dir", "save"))
+        run_import(read_tool_flags(words[1:], [section], f"{PROGRAM} import [flags]", ABOUT)[0])
+    elif words[:1] == ["export"]:
+        section = Section("export", ExportConfig, mistargeted)
+        run_export(read_tool_flags(words[1:], [section], f"{PROGRAM} export [flags]", ABOUT)[0])
+    elif words[:1] == ["import-megatron"]:
+        cut = words.index("--") if "--" in words else len(words)
+        section = Section("import-megatron", ImportMegatronConfig, lambda config: missing(config, "load", "save"))
+        usage = f"{PROGRAM} import-megatron [flags] [-- flags of the run]"
+        own = read_tool_flags(words[1:cut], [section], usage, ABOUT_MEGATRON)[0]
+        run_import_megatron(own, words[cut + 1 :])
+    elif words[:1] == ["export-megatron"]:
+        exporting = Section("export-megatron", ExportMegatronConfig, lambda config: missing(config, "load", "save"))
+        usage = f"{PROGRAM} export-megatron [flags]"
+        run_export_megatron(read_tool_flags(words[1:], [exporting], usage, ABOUT_MEGATRON)[0])
+    elif words[:1] in (["--help"], ["-h"]):
+        actions = "|".join(ACTIONS)
+        print(
+            f"usage: {PROGRAM} {actions} [flags]\n       {PROGRAM} --from DIR --to-hf DIR [flags]\n"
+            f"       {PROGRAM} --from-hf DIR --to DIR [flags]\n\n{ABOUT}\n{ABOUT_MEGATRON}\n\n"
+            "ACTION --help and --from --help list their flags"
+        )
+    elif words and words[0].startswith("--"):
+        cut = words.index("--") if "--" in words else len(words)
+        direct = Section("convert", DirectConfig, lambda config: mispaired(config, words[cut + 1 :]))
+        own = read_tool_flags(words[:cut], [direct], f"{PROGRAM} [flags] [-- flags of the run]", ABOUT_DIRECT)
+        run_direct(own[0], words[cut + 1 :])
+    else:
+        other = f", not {words[0]}" if words else ""
+        raise UserError(f"the first word must be one of {', '.join(ACTIONS)}, --from, --from-hf{other}")
     return 0
 
 
@@ -259,8 +287,11 @@ def mispaired(config: DirectConfig, flags: Sequence[str]) -> list[str]:
     ends = [config.from_megatron, config.to_hf, config.from_hf, config.to_megatron]
     given = [end is not None for end in ends]
     if given == [True, True, False, False]:
-        is_local = config.transformer_impl != "transformer_engine"
-        return ["{transformer_impl:name} is for {to_megatron:name}"] if is_local else []
+        defaults = DirectConfig()
+        others = [
+            name for name in ("transformer_impl", "ckpt_format") if getattr(config, name) != getattr(defaults, name)
+        ]
+        return [f"{{{name}:name}} is for {{to_megatron:name}}" for name in others]
     if given == [False, False, True, True]:
         others = [name for name in ("ckpt_step", "architecture") if getattr(config, name) is not None]
         problems = [f"{{{name}:name}} is for {{from_megatron:name}}" for name in others]
@@ -268,13 +299,17 @@ def mispaired(config: DirectConfig, flags: Sequence[str]) -> list[str]:
     return ["give {from_megatron:name} with {to_hf:name}, or {from_hf:name} with {to_megatron:name}"]
 
 
+def check_empty(target: Path) -> None:
+    """Raises UserError unless a folder can be written there."""
+    if not target.absolute().parent.is_dir():
+        raise UserError(f"{target}: there is no folder {target.parent}")
+    refuse_used(target)
+
+
 def run_direct(config: DirectConfig, flags: Sequence[str]) -> None:
     """Converts through a checkpoint of ours, in a temporary folder beside the result."""
     target = Path(config.to_hf or config.to_megatron or "")
-    if not target.absolute().parent.is_dir():
-        raise UserError(f"{target}: there is no folder {target.parent}")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
+    check_empty(target)
     place = tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}-")
     with place as name:
         between = Path(name) / "checkpoint"
@@ -284,7 +319,10 @@ def run_direct(config: DirectConfig, flags: Sequence[str]) -> None:
                 import_model(hub, between, build_model, dtype=dtype, verify=bool(config.verify)).comparison
             )
             written = ExportMegatronConfig(
-                load=str(between), save=str(target), transformer_impl=config.transformer_impl
+                load=str(between),
+                save=str(target),
+                transformer_impl=config.transformer_impl,
+                ckpt_format=config.ckpt_format,
             )
             run_export_megatron(written, hub if (between / "tokenizer").exists() else None)
             return
@@ -303,7 +341,7 @@ def run_direct(config: DirectConfig, flags: Sequence[str]) -> None:
 
 def run_import(config: ImportConfig) -> None:
     """Imports a model, and prints the flags to train it with."""
-    root = Path(config.save or "")
+    root = local_folder("--save", config.save or "")
     done = import_model(
         Path(config.hf_dir or ""),
         root,
@@ -321,10 +359,30 @@ def run_import(config: ImportConfig) -> None:
 
 
 def run_export(config: ExportConfig) -> None:
-    """Exports a model, and prints its architecture."""
-    target = Path(config.hf_dir or "")
+    """Exports a model as a folder, as a GGUF file or as both, and prints its architecture."""
+    final = Path(config.hf_dir or config.to_gguf or "")
+    if config.to_gguf is not None:
+        check_target(Path(config.to_gguf))
+    if config.to_gguf is None and config.fp8 is None:
+        export_folder(config, final)
+        return
+    check_empty(final)
+    with tempfile.TemporaryDirectory(dir=final.absolute().parent, prefix=f".{final.name}-") as name:
+        is_kept = config.fp8 is None and config.hf_dir is not None
+        folder = final if is_kept else Path(name) / "model"
+        export_folder(config, folder)
+        if config.fp8 is not None:
+            fp8 = write_fp8(folder, final, config.fp8)
+            print(f"{final}: {fp8.num_quantized} matrices in fp8, {fp8.nbytes / 1e6:.1f} MB")
+        if config.to_gguf is not None:
+            file = write_gguf(folder, Path(config.to_gguf), config.gguf_type)
+            print(f"{config.to_gguf}: {file.architecture}, {file.num_tensors} tensors, {file.nbytes / 1e6:.1f} MB")
+
+
+def export_folder(config: ExportConfig, target: Path) -> None:
+    """Exports a model as a folder, and prints its architecture."""
     done = export_model(
-        Path(config.load or ""),
+        place(config.load or ""),
         target,
         build_model,
         step=config.ckpt_step,
@@ -342,9 +400,9 @@ def run_export(config: ExportConfig) -> None:
 
 def run_import_megatron(config: ImportMegatronConfig, flags: Sequence[str]) -> None:
     """Imports a run of Megatron-LM, and prints its iteration and how to continue."""
-    root = Path(config.save or "")
+    root = local_folder("--save", config.save or "")
     done = import_run(
-        Path(config.load or ""),
+        place(config.load or ""),
         root,
         build_model,
         step=config.ckpt_step,
@@ -365,11 +423,12 @@ def run_import_megatron(config: ImportMegatronConfig, flags: Sequence[str]) -> N
 def run_export_megatron(config: ExportMegatronConfig, tokenizer: Path | None = None) -> None:
     """Exports a run to Megatron-LM, with another path of its tokenizer if one is given."""
     is_local = config.transformer_impl == "local"
-    target = Path(config.save or "")
-    source, step, spec = Path(config.load or ""), config.ckpt_step, config.spec
-    done = export_run(source, target, step=step, spec=spec, is_local=is_local, tokenizer=tokenizer)
+    target = local_folder("--save", config.save or "")
+    source, step, spec = place(config.load or ""), config.ckpt_step, config.spec
+    kind = config.ckpt_format
+    done = export_run(source, target, step=step, spec=spec, is_local=is_local, ckpt_format=kind, tokenizer=tokenizer)
     what = "with optimizer state" if done.with_optimizer else "weights only"
-    print(f"{done.folder}: {done.nbytes / 1e6:.1f} MB, {what}, in the format torch_dist")
+    print(f"{done.folder}: {done.nbytes / 1e6:.1f} MB, {what}, in the format {kind}")
 
 
 def print_comparison(comparison: Comparison | None) -> None:

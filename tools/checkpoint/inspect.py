@@ -17,26 +17,26 @@ import json  # noqa: E402
 import math  # noqa: E402
 import shlex  # noqa: E402
 from collections.abc import Iterator, Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
+
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes  # noqa: E402
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
-
     exit_quietly()
 
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint  # noqa: E402
 from megatron.core.dist_checkpointing.checkpoint_selection import open_newest  # noqa: E402
 from megatron.core.dist_checkpointing.chunk import is_optimizer_state  # noqa: E402
-from megatron.core.exceptions import UserError  # noqa: E402
+from megatron.core.utils.store_path import place  # noqa: E402
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--load", type=Path, required=True, metavar="DIR", help="folder of checkpoints, as in a run's --save"
+        "--load", type=place, required=True, metavar="DIR", help="folder of checkpoints, as in a run's --save"
     )
     parser.add_argument(
         "--iteration", type=int, metavar="N", help="iteration of the checkpoint; default: the newest whole checkpoint"
@@ -49,11 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="list all tensors, or those whose name matches a shell pattern",
     )
     args = parser.parse_args(argv)
-    try:
-        checkpoint = open_newest(args.load, args.iteration)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    checkpoint = open_newest(args.load, args.iteration)
     print("\n".join(summary(checkpoint)))
     if args.tensors is not None:
         print("\n".join(tensor_lines(checkpoint, args.tensors)))

@@ -16,41 +16,37 @@ sys.path[:] = [os.path.dirname(os.path.dirname(_HERE)), *(path for path in sys.p
 
 import argparse  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
+
+from megatron.interrupts import exit_quietly, run_main, tells_mistakes  # noqa: E402
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from megatron.interrupts import exit_quietly, run_main
-
     exit_quietly()
 
 from megatron.core.dist_checkpointing.checkpoint import verify  # noqa: E402
 from megatron.core.dist_checkpointing.checkpoint_selection import nothing_to_load, select_folders  # noqa: E402
 from megatron.core.dist_checkpointing.folders import Folder, candidates, is_foreign  # noqa: E402
-from megatron.core.exceptions import UserError  # noqa: E402
+from megatron.core.utils.store_path import place  # noqa: E402
 
 
+@tells_mistakes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--load", type=Path, required=True, metavar="DIR", help="folder of checkpoints, as in a run's --save"
+        "--load", type=place, required=True, metavar="DIR", help="folder of checkpoints, as in a run's --save"
     )
     parser.add_argument("--iteration", type=int, metavar="N", help="check only the checkpoint of this iteration")
     parser.add_argument(
         "--quick", action="store_true", help="check sizes, headers and digests only; do not read the tensors"
     )
     args = parser.parse_args(argv)
-    try:
-        choice = select_folders(args.load, args.iteration)
-        checked = [f for f in reversed(candidates(args.load)) if args.iteration in (None, f.step)]
-        if not checked:
-            raise nothing_to_load(args.load)
-        whole = {folder.path.name: report(folder, not args.quick) for folder in checked}
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    choice = select_folders(args.load, args.iteration)
+    checked = [f for f in reversed(candidates(args.load)) if args.iteration in (None, f.step)]
+    if not checked:
+        raise nothing_to_load(args.load)
+    whole = {folder.path.name: report(folder, not args.quick) for folder in checked}
     for note in choice.notes:
         print(note)
     if args.iteration is None:
