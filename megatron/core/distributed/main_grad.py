@@ -41,9 +41,9 @@ class BufferMainGrad:
         self.factor = factor
         """Multiplies each contribution as it is added, which costs no pass over the gradient."""
         self.can_replace = False
-        """Whether a product of an earlier step could be written over the gradient instead of added to it."""
+        """Whether the last product could be written over the gradient instead of added to it."""
         self.is_outdated = False
-        """Whether `gradient` has numbers of an earlier step and counts as zero."""
+        """Whether `gradient` counts as zero, whatever is in its memory."""
         self._queue: WeightGradientQueue | None = None
         """Keeps deferred products; None: no product is deferred."""
         # Parameters of operations that do not know main gradients get an ordinary `.grad`, which this hook moves.
@@ -110,7 +110,7 @@ class BufferMainGrad:
         self.on_accumulated(self.parameter)
 
     def zero_outdated(self) -> None:
-        """Zeroes a gradient that has numbers of an earlier step."""
+        """Zeroes a gradient that only counts as zero."""
         if self.is_outdated:
             self.gradient.zero_()
             self.is_outdated = False
@@ -241,15 +241,34 @@ def _start_gather(inputs: Tensor | InputsToGather) -> Pending:
     return Pending(inputs, None) if isinstance(inputs, Tensor) else inputs.start_gather()
 
 
-def accumulate_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
+def accumulate_product(
+    total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0, replaces: bool = False
+) -> None:
     """Adds `factor` times left^T @ right to `total`, accumulated in the type of `total` ([t, out], [t, in] into [out,
-    in])."""
+    in]). With `replaces` the total before does not count, and it may be NaN."""
+    beta = 0 if replaces else 1
     if left.dtype == total.dtype:
-        total.addmm_(left.t(), right, alpha=factor)
+        total.addmm_(left.t(), right, alpha=factor, beta=beta)
     elif left.is_cuda and left.dtype in _DIRECT_PRODUCTS and total.dtype is torch.float32:
-        torch.addmm(total, left.t(), right, out_dtype=torch.float32, alpha=factor, out=total)
+        torch.addmm(total, left.t(), right, out_dtype=torch.float32, alpha=factor, beta=beta, out=total)
     else:
-        total.addmm_(left.t().to(total.dtype), right.to(total.dtype), alpha=factor)
+        total.addmm_(left.t().to(total.dtype), right.to(total.dtype), alpha=factor, beta=beta)
+
+
+accumulate_product.can_replace = True  # type: ignore[attr-defined]
+
+
+def zero_or_mark(buffer: Tensor, main_grads: Sequence[BufferMainGrad]) -> None:
+    """Lets all gradients in a flat buffer count as zero, `main_grads` being its parts in their order. A gradient that a
+    product can replace is only marked, which saves writing the zeros and reading them again."""
+    start = 0
+    for main_grad in main_grads:
+        if main_grad.can_replace:
+            main_grad.is_outdated = True
+            stop = int(main_grad.gradient.storage_offset() - buffer.storage_offset())
+            buffer[start:stop].zero_()
+            start = stop + main_grad.gradient.numel()
+    buffer[start:].zero_()
 
 
 def attach_main_grad(

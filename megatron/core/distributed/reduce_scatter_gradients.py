@@ -21,6 +21,7 @@ from megatron.core.communication.collectives import Pending
 from megatron.core.distributed.buckets import TwoLevelReduction
 from megatron.core.distributed.exact_sums import ExactSum, FixedPoint
 from megatron.core.distributed.flat_buffer import Unit
+from megatron.core.distributed.main_grad import zero_or_mark
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import info_of
 from megatron.core.utils.torch_private import BackwardEndCallback
@@ -37,6 +38,7 @@ class TransientGradients:
         wire_dtype: torch.dtype,
         exact: FixedPoint | None = None,
     ) -> None:
+        self.unit = unit
         self.shard = shard
         self.reduction = reduction
         self.wire_dtype = wire_dtype
@@ -54,16 +56,18 @@ class TransientGradients:
         """The shard's sum over micro-batches; None: they are added to the shard."""
 
     def open(self) -> None:
-        """Allocates the whole gradients, as zeros, before a contribution is written."""
+        """Allocates the whole gradients, which count as zeros, before a contribution is written."""
         self.finish()
         if self.whole.untyped_storage().nbytes() == 0:
             self.whole.untyped_storage().resize_(self._nbytes)
-            self.whole.zero_()
+            zero_or_mark(self.whole, self.unit.main_grads)
 
     def start(self) -> None:
         """Starts the reduce-scatter over the ranks that shard the unit."""
         if not self.num_accumulated:  # other ranks may have contributions
             self.open()
+        for main_grad in self.unit.main_grads:
+            main_grad.zero_outdated()
         self.num_accumulated = 0
         if self.exact is None:
             self._sum = self.reduction.data.start_reduce_scatter(self.whole, self.wire_dtype)

@@ -188,3 +188,12 @@ def test_every_contribution_is_multiplied_by_the_factor() -> None:
     agree(torch.stack([dy[1, :2], torch.zeros(2), dy[0, :2] + dy[2, :2]]))
     with pytest.raises(AssertionError, match="is_added_to_directly"):
         main_grad.begin_write()
+
+
+@pytest.mark.parametrize(("total", "operands"), [(torch.float64, torch.float64), (torch.float32, torch.bfloat16)])
+def test_a_product_replaces_what_only_counts_as_zero(total: torch.dtype, operands: torch.dtype) -> None:
+    dy, x = (torch.randn(5, size).to(operands) for size in (3, 2))
+    added, replaced = torch.zeros(3, 2, dtype=total), torch.full((3, 2), torch.nan, dtype=total)
+    accumulate_product(added, dy, x, factor=0.3)
+    accumulate_product(replaced, dy, x, factor=0.3, replaces=True)
+    assert torch.equal(added, replaced)

@@ -5,9 +5,10 @@ import torch
 from support.small_models import SmallModel, batch
 from torch import Tensor
 
+from megatron.core.distributed import reduce_scatter_gradients
 from megatron.core.distributed.buckets import TwoLevelReduction
 from megatron.core.distributed.flat_buffer import Unit
-from megatron.core.distributed.main_grad import WeightGradientQueue
+from megatron.core.distributed.main_grad import BufferMainGrad, WeightGradientQueue, zero_or_mark
 from megatron.core.distributed.reduce_scatter_gradients import ReduceScatterGradients
 from megatron.core.distributed.reductions import Reduction
 from megatron.core.distributed.sharding_strategy import Sharding, ShardingStrategy
@@ -54,6 +55,28 @@ def test_shards_have_the_sum_of_all_micro_batches(overlap: bool) -> None:
         check(units, step)
         gradients.finish()  # changes nothing
         check(units, step)
+
+
+def test_what_memory_holds_when_it_comes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products replace it, from the second micro-batch on. Units without a contribution reduce zeros."""
+    replaced: list[bool] = []
+
+    def over_garbage(buffer: Tensor, main_grads: list[BufferMainGrad]) -> None:
+        buffer.fill_(torch.nan)
+        replaced.extend(main_grad.can_replace for main_grad in main_grads)
+        zero_or_mark(buffer, main_grads)
+
+    monkeypatch.setattr(reduce_scatter_gradients, "zero_or_mark", over_garbage)
+    model, units, gradients = sharded(overlap=False)
+    gradients.reset()
+    for number in range(BATCHES):
+        model(*batch(number)).backward()
+        assert any(replaced) == (number > 0)
+        for transient in gradients.units:
+            transient.start()
+            transient.finish()
+    gradients.finish()
+    check(units, 0)
 
 
 def test_numbers_of_contributions_are_learned() -> None:
