@@ -51,6 +51,7 @@ from megatron.training.config.resolution import ConfigurationError
 from megatron.training.data.sources import gpt_dataset_config
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.errors import exit_with_problems
+from megatron.training.log.memory import memory_report
 from megatron.training.log.throughput import peak_tflops
 from megatron.training.log.timeline import StepTimes
 from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
@@ -168,7 +169,9 @@ class Stopwatch(Hook):
         if self.on_gpu and iteration == self.options.warmup + self.options.steps // 2:
             self.clock = _clock_rate()
         if iteration == self.options.iterations:
-            peaks = RankCoordinator().gather(torch.cuda.max_memory_allocated() if self.on_gpu else None)
+            peaks = RankCoordinator().gather(
+                memory_report(self.context.environment.device).peak if self.on_gpu else None
+            )
             self.peak_memory = max(peaks) if self.on_gpu else None
             if times is not None:
                 self.timeline = gather_timeline(times, self.context.environment.rank)

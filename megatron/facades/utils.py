@@ -23,6 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils.rendezvous import local_device
 from megatron.facades import parallel_state
 from megatron.training.data.sources import get_blend_and_blend_per_split as get_blend_and_blend_per_split
+from megatron.training.log.memory import memory_report
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Printing
@@ -243,13 +244,14 @@ def report_memory(name: str) -> None:
     nothing without CUDA."""
     if not torch.cuda.is_available() or groups_or_default(None).rank("dp") != 0:
         return
+    report = memory_report(torch.device("cuda", torch.cuda.current_device()))
     parts = {
-        "allocated": torch.cuda.memory_allocated(),
-        "max allocated": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.memory_reserved(),
-        "max reserved": torch.cuda.max_memory_reserved(),
+        "allocated": report.device_allocated,
+        "max allocated": report.device_peak_allocated,
+        "reserved": report.device_reserved,
+        "max reserved": report.device_peak_reserved,
     }
-    values = " | ".join(f"{part}: {value / 2**20:.1f}" for part, value in parts.items())
+    values = " | ".join(f"{part}: {(value or 0) / 2**20:.1f}" for part, value in parts.items())
     print(f"[rank {_rank()}] {name} memory (MiB) | {values}", flush=True)
 
 

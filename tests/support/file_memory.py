@@ -56,6 +56,16 @@ class ThreadLane:
         """Waits for the thread."""
         self._queue.join()
 
+    def mark(self) -> Callable[[], None]:
+        """Returns a function that waits for what the thread has been given so far."""
+        done = threading.Event()
+        self._queue.put(done.set)
+
+        def wait() -> None:
+            assert done.wait(60)
+
+        return wait
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies later."""
         self._queue.put(lambda: target.copy_(source))

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,9 @@ class Lane(Protocol):
 
     def lead(self) -> None:
         """Lets later work of the current stream wait for all operations of the lane so far."""
+
+    def mark(self) -> Callable[[], None]:
+        """Returns a function that lets later work of the current stream wait for the operations of the lane so far."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies a contiguous tensor into another of its shape and type."""
@@ -65,6 +68,7 @@ class SymmetricMemory:
         `nbytes` of data must be a multiple of 4. Raises UserError if the GPUs cannot access each other's memory.
         """
         assert nbytes % 4 == 0, nbytes
+        self.nbytes = nbytes
         # The ranks agree before they share: a rank without memory would let the others wait for torch's timeout.
         with _on_all_ranks(group, device):
             self._own = allocate_symmetric_memory(nbytes + 4 * words, device)
@@ -75,6 +79,7 @@ class SymmetricMemory:
             self._handle = share_symmetric_memory(self._own, group)
         self._words = [address + nbytes for address in self._handle.buffer_ptrs]
         self._views: dict[Any, Tensor] = {}
+        _LIVING.add(self)
         rank = self._handle.rank
         self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         """The streams of `copies` and `signals`."""
@@ -87,6 +92,14 @@ class SymmetricMemory:
         if key not in self._views:
             self._views[key] = self._handle.get_buffer(rank, shape, dtype, start // dtype.itemsize)
         return self._views[key]
+
+
+_LIVING: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
+
+
+def symmetric_bytes() -> int:
+    """Returns the bytes of this process's GPU memory that other ranks reach, which torch's allocator does not count."""
+    return sum(memory.nbytes for memory in _LIVING)
 
 
 @contextlib.contextmanager
@@ -118,6 +131,11 @@ class _StreamLane:
 
     def lead(self) -> None:
         torch.cuda.current_stream().wait_stream(self.stream)
+
+    def mark(self) -> Callable[[], None]:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return lambda: torch.cuda.current_stream().wait_event(event)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         assert target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype

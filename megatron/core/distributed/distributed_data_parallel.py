@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.communication.collectives import Group, broadcast
+from megatron.core.communication.peer_rows import place_rows
 from megatron.core.dist_checkpointing.chunk import Chunk, EncodedTensor, parameter_chunk
 from megatron.core.distributed.buckets import BucketQueue, TwoLevelReduction, make_buckets, wire_dtype_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -80,6 +81,7 @@ class DistributedDataParallel(nn.Module):
         """Frozen weights that ranks shard: no gradients, nor optimizer state."""
         self.units = [self._unit(plan, device or _default_device()) for plan in plans]
         materialize_rest(module, device or _default_device(), config)
+        share_shards([unit for unit in self._all_units if not isinstance(unit, Fp8Unit)])
         grids = dict.fromkeys(plan.grid for plan in plans)  # in the same order on every rank, which may create groups
         reductions = {grid: self._reduction(grid, plans) for grid in grids}
         wire_dtype = functools.partial(wire_dtype_of, reduce_in_main_dtype=ddp_config.grad_reduce_in_fp32)
@@ -456,6 +458,20 @@ class DistributedDataParallel(nn.Module):
             self.finish_param_sync()
         if not any(unit.shards_weights for unit in self._all_units):
             self._hooks.disable()
+
+
+def share_shards(units: Iterable[Unit]) -> None:
+    """Moves the shards of sharded weights into memory that the ranks share, where GPUs of one host shard them. The
+    ranks wait for each other."""
+    groups: dict[Group, list[Unit]] = {}
+    for unit in units:
+        if unit.shards_weights and unit.file_shard is None:
+            groups.setdefault(unit.shard_group, []).append(unit)
+    for group, members in groups.items():
+        shared = place_rows(group, [unit.weight_shard for unit in members])
+        if shared is not None:
+            for unit, (start, shard) in zip(members, shared[1], strict=True):
+                unit.share_shard(shared[0], start, shard)
 
 
 def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.communication.collectives import Group, Pending, start_gather_rows
+from megatron.core.communication.peer_rows import CopiedRows, PeerRows
 from megatron.core.distributed.freed_parameter import mark_freed, mark_gathered
 from megatron.core.distributed.main_grad import BufferMainGrad, attach_main_grad
 from megatron.core.distributed.sharding_strategy import Sharding
@@ -48,7 +49,9 @@ class Unit:
         self._nbytes = self.param_buffer.untyped_storage().nbytes()
         self.shard_group = shard_group
         """The ranks that shard the unit."""
-        self._gather: Pending | None = None
+        self._gather: Pending | CopiedRows | None = None
+        self._peers: tuple[PeerRows, int] | None = None
+        """The memory with the shards of all ranks, and the byte at which `weight_shard` begins there."""
         self._is_stale = False
         if self.frees_parameters:
             self.weight_shard = self.weight_shard.clone()
@@ -103,6 +106,13 @@ class Unit:
         the caller writes to it. Raises UserError if the disk fails."""
         if self.file_shard is not None:
             self.file_shard.fetch(changes)
+        elif changes and self._peers is not None:
+            self._peers[0].wait_for_readers()
+
+    def share_shard(self, peers: PeerRows, start: int, shard: Tensor) -> None:
+        """From now on `weight_shard` is `shard`, with the same values, at byte `start` of memory that the ranks share.
+        They gather it by copies."""
+        self._peers, self.weight_shard = (peers, start), shard
 
     def read_ahead(self) -> None:
         """Starts to read a shard that is in a file."""
@@ -146,7 +156,10 @@ class Unit:
         if not self.has_whole_weights:
             self.param_buffer.untyped_storage().resize_(self._nbytes)
         self._is_stale = False
-        self._gather = start_gather_rows(self.weight_shard, self.shard_group, out=self.param_buffer)
+        if self._peers is None:
+            self._gather = start_gather_rows(self.weight_shard, self.shard_group, out=self.param_buffer)
+        else:
+            self._gather = self._peers[0].start_gather(self._peers[1], self.param_buffer)
 
     def finish_all_gather(self) -> None:
         """Waits for a running all-gather; on CUDA, later kernels wait."""
@@ -182,7 +195,7 @@ class Unit:
         them."""
         assert self.shards_weights and self.file_shard is None and self._gather is None
         self.parameter_slices = ()
-        self.weight_shard = shard
+        self.weight_shard, self._peers = shard, None
         self.param_buffer = torch.empty(self.sharding.shards * shard.numel(), dtype=shard.dtype, device=self.device)
         self._nbytes = self.param_buffer.untyped_storage().nbytes()
         numel, total = self.plan.numel, self.param_buffer.numel()

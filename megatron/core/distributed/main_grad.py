@@ -241,9 +241,7 @@ def _start_gather(inputs: Tensor | InputsToGather) -> Pending:
     return Pending(inputs, None) if isinstance(inputs, Tensor) else inputs.start_gather()
 
 
-def accumulate_product(
-    total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0, replaces: bool = False
-) -> None:
+def accumulate_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0, replaces: bool = False) -> None:
     """Adds `factor` times left^T @ right to `total`, accumulated in the type of `total` ([t, out], [t, in] into [out,
     in]). With `replaces` the total before does not count, and it may be NaN."""
     beta = 0 if replaces else 1

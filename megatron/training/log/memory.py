@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.communication.peer_memory import symmetric_bytes
+
 
 @dataclass(frozen=True)
 class MemoryReport:
@@ -46,14 +48,15 @@ def memory_report(device: torch.device, *, device_used: bool = False) -> MemoryR
     if device.type != "cuda":
         return MemoryReport(resident, peak)
     stats = torch.cuda.memory_stats(device)
+    shared = symmetric_bytes()
     free, total = torch.cuda.mem_get_info(device) if device_used else (0, 0)
     return MemoryReport(
         host_resident=resident,
         host_peak=peak,
-        device_allocated=stats.get("allocated_bytes.all.current", 0),
-        device_reserved=stats.get("reserved_bytes.all.current", 0),
-        device_peak_allocated=stats.get("allocated_bytes.all.peak", 0),
-        device_peak_reserved=stats.get("reserved_bytes.all.peak", 0),
+        device_allocated=stats.get("allocated_bytes.all.current", 0) + shared,
+        device_reserved=stats.get("reserved_bytes.all.current", 0) + shared,
+        device_peak_allocated=stats.get("allocated_bytes.all.peak", 0) + shared,
+        device_peak_reserved=stats.get("reserved_bytes.all.peak", 0) + shared,
         device_allocations=stats.get("allocation.all.current", 0),
         device_used=total - free if device_used else None,
     )
