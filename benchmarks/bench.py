@@ -37,7 +37,13 @@ import torch
 
 import pretrain_gpt
 from benchmarks.bench_cells import CELLS, COMMON
-from benchmarks.bench_floor import STAGES_ARE_REFUSED, FloorMeasure, step_flops, step_microbatches
+from benchmarks.bench_floor import (
+    SHARED_BATCHES_ARE_REFUSED,
+    STAGES_ARE_REFUSED,
+    FloorMeasure,
+    step_flops,
+    step_microbatches,
+)
 from benchmarks.bench_trace import StepTrace, gather_timeline, timeline_lines
 from benchmarks.measuring import parser_of
 from benchmarks.recorder import Recorder
@@ -262,7 +268,9 @@ def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwat
         return recorder.around(pretrain_gpt.build_forward_step(context))
 
     forward_step = pretrain_gpt.build_forward_step if options.floor is None else build_forward_step
-    providers = Providers(pretrain_gpt.build_model, data, forward_step, build_hooks=build_hooks)
+    providers = Providers(
+        pretrain_gpt.build_model, data, forward_step, build_hooks=build_hooks, cuts_shared_batches=True
+    )
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         try:
@@ -271,6 +279,8 @@ def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwat
             exit_with_problems(error)
         if options.floor is not None and config.transformer.pipeline_model_parallel_size > 1:
             exit_with_problems(UserError(STAGES_ARE_REFUSED))
+        if options.floor is not None and config.transformer.hybrid_context_parallel:
+            exit_with_problems(UserError(SHARED_BATCHES_ARE_REFUSED))
         if options.documents is not None:
             recorder.attention_microbatches = step_microbatches(config)
         with contextlib.nullcontext() if options.floor is None else recorder.installed():

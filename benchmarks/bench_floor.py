@@ -34,6 +34,12 @@ STAGES_ARE_REFUSED = (
 )
 """Why a run with pipeline parallelism has no floor."""
 
+SHARED_BATCHES_ARE_REFUSED = (
+    "--floor takes one micro-batch as all of a step, and with --hybrid-context-parallel each has its own documents; "
+    "leave --floor out"
+)
+"""Why a run with dynamic context parallelism has no floor."""
+
 
 def padded_vocabulary(context: Context) -> int:
     """Returns the number of rows of the embedding."""

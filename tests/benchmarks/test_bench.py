@@ -120,6 +120,19 @@ def test_a_layout_of_two_ranks_is_measured_as_torchrun_starts_it(tmp_path: Path)
     assert "communication, exposed" in shown and "each rank in ms" in shown
 
 
+@pytest.mark.slow
+def test_dynamic_context_parallelism_is_measured(tmp_path: Path) -> None:
+    """Documents of random tokens are taken out of their rows; the loss is that of the rows."""
+    shared, losses = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 8", []
+    for number, more in enumerate(("", shared)):
+        ours = tmp_path / f"{number}.json"
+        flags = f"--documents 6 --context-parallel-size 2 --calculate-per-token-loss --bf16 {more} --json {ours}"
+        program = launch(flags, 2, tmp_path / f"out{number}", main, base=TINY)
+        assert program.exit_codes() == [0, 0], program.output(0) + program.output(1)
+        losses.append(json.loads(ours.read_text())["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
 def test_the_timeline_is_that_of_the_rank_with_most_exposed_communication(capsys: pytest.CaptureFixture[str]) -> None:
     def rank(number: int, exposed: float) -> dict[str, Any]:
         kind = {"name": "all_gather", "ranks": "", "calls": 3, "busy": 30.004, "exposed": exposed, "megabytes": 0.0}

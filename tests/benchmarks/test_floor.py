@@ -80,11 +80,18 @@ def test_clock_and_summary() -> None:
     assert timed[0].describe() == "      6.00 ms  3 times a: 2.000 ms, 2 TFLOP/s"
 
 
-def test_pipelines_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_floor_does_not_count_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        main(["LLAMA1B", "--floor", "--pipeline-model-parallel-size", "2"])
-    assert "error: --floor does not count pipeline stages" in capsys.readouterr().err
+    shared = "--documents 500 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 2048 --calculate-per-token-loss"
+    for flags, why in (
+        ("--pipeline-model-parallel-size 2", "error: --floor does not count pipeline stages"),
+        (shared, "error: --floor takes one micro-batch as all of a step"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["LLAMA1B", "--floor", *flags.split()])
+        assert why in capsys.readouterr().err
 
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16"
