@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.ops.attention import unfused
 from megatron.core.ops.fp8 import cublaslt
 from megatron.core.utils import recomputed
+from megatron.core.utils.offloaded import OffloadRegion
 from megatron.core.utils.torch_private import (
     cudnn_attention_forward,
     flash_attention_for_cpu,
@@ -52,6 +53,7 @@ def as_on_gpu(counts: CountsOnHost, gpu: Gpu = HOPPER, device: str = "cuda") -> 
         for owner, name, value in _replacements(gpu):
             stack.enter_context(_replaced(owner, name, value))
         mode = _MetaAs(torch.device(device, 0) if device == "cuda" else torch.device(device), counts)
+        stack.enter_context(_replaced(OffloadRegion, "keep", _within(mode, OffloadRegion.keep)))
         stack.enter_context(run_backward_within(mode))
         stack.enter_context(mode)
         if device == "cpu":
@@ -118,6 +120,17 @@ class _Stream:
 
     def synchronize(self) -> None:
         """Does nothing."""
+
+
+def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that is called inside the mode. Hooks for tensors that a function of torch saves run while
+    that function has left the mode, and would see them on the meta device."""
+
+    def inside(*arguments: object) -> Any:
+        with mode:
+            return function(*arguments)
+
+    return inside
 
 
 def _launch_nothing(*arguments: object, **options: object) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.core.backends import triton_backend
 from megatron.core.ops.records import ByDevice
+from megatron.core.utils.offloaded import Offloaded, OffloadLimits
 from megatron.diagnosis.memory.allocations import Allocations
 from megatron.diagnosis.memory.as_on_gpu import Gpu, as_on_gpu
 
@@ -102,6 +103,18 @@ def test_a_kernel_that_keeps_more_is_seen() -> None:
         return norm(device) * 2.0 if device == "meta" else norm(device) * _of(device, T, H)
 
     assert counted(keeps_more, "meta") != counted(keeps_more, "cpu")
+
+
+def test_what_functions_of_torch_save_is_offloaded() -> None:
+    layers = [torch.nn.Identity() for _ in range(3)]
+    run = Offloaded(lambda layers, values: values.exp(), layers[0], OffloadLimits(), moves_all=lambda layer: True)
+    with as_on_gpu(lambda tensor: tensor), Allocations(1) as allocations:
+        values = _of("cuda", T, H)
+        before = allocations.live
+        for layer in layers:
+            values = run([layer], values)
+        assert allocations.live - before == 4 * T * H  # the output alone: the other two that exp saved are on the host
+        values.sum().backward()
 
 
 def test_other_threads_and_later_code_see_the_machine() -> None:
