@@ -18,38 +18,18 @@ SIZES = frozenset(
 """Keys with sizes, which are integers. A file without one that its family has no default for is refused."""
 
 
-def _defaults_by_type() -> dict[str, dict[str, Json]]:
-    found: dict[str, dict[str, Json]] = {}
+def _read() -> tuple[dict[str, dict[str, Json]], dict[str, dict[str, str]]]:
+    defaults: dict[str, dict[str, Json]] = {}
+    aliases: dict[str, dict[str, str]] = {}
     for model_type, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items():
-        shared, without = found[table.pop("like")] if "like" in table else {}, table.pop("without", "").split()
+        shared, without = defaults[table.pop("like")] if "like" in table else {}, table.pop("without", "").split()
         nulls = dict.fromkeys(table.pop("none", "").split())
+        if "aliases" in table:
+            aliases[model_type] = table.pop("aliases")
         own = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-        found[model_type] = {key: value for key, value in shared.items() if key not in without} | nulls | own
-    return found
+        defaults[model_type] = {key: value for key, value in shared.items() if key not in without} | nulls | own
+    return defaults, aliases
 
 
-HUB_DEFAULTS = _defaults_by_type()
-"""By `model_type`, then by key."""
-
-ALIASES = {
-    "chatglm": {"padded_vocab_size": "vocab_size"},
-    "mixtral": {"num_experts": "num_local_experts"},
-    "qwen3_moe": {"num_local_experts": "num_experts"},
-    "gpt_oss": {"num_experts": "num_local_experts"},
-    "deepseek_v2": {"num_experts": "n_routed_experts"},
-    "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_nextn_predict_layers": "num_mtp_layers"},
-    "deepseek_v32": {
-        "num_experts": "n_routed_experts",
-        "num_local_experts": "n_routed_experts",
-        "num_nextn_predict_layers": "num_mtp_layers",
-    },
-    "qwen3_next": {"num_local_experts": "num_experts"},
-    "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
-    "gpt2": {
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-}
-"""Second names of keys, by `model_type`: releases of transformers write one or the other."""
+HUB_DEFAULTS, ALIASES = _read()
+"""By `model_type`: values by key; and second names of keys, since releases of transformers write one or the other."""

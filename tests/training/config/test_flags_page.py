@@ -16,7 +16,7 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_help_of_a_flag_says_what_the_page_says() -> None:
-    rows = re.findall(r"^\| (`--.*?`) \| (.*) \|$", PAGE, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`--.*?[`)]) \| (.*) \|$", PAGE, flags=re.MULTILINE)
     texts = {
         spelling: text.replace("\\|", "|").replace("the flag in brackets", other)
         for cell, text in rows
