@@ -3,6 +3,7 @@
 python -m megatron.training.config.foreign.page writes the page again.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,6 +33,7 @@ _TABLES: tuple[tuple[str, Mapping[str, Answer]], ...] = (
 
 
 _SAME_NAME = "the flag of the same name, such as `--lr-decay-style` of `lr_decay_style`"
+_FLAG_BEHIND = "the flag in brackets"
 
 
 def page() -> str:
@@ -47,8 +49,12 @@ def _rows(table: Mapping[str, Answer]) -> Iterator[str]:
     """Yields a row for each answer, with all names that share it."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, answer in table.items():
-        text = _SAME_NAME if name.rpartition(".")[2] == answer.field else answer.text
-        names.setdefault((answer.kind, text), []).append(f"`{name}`")
+        text, shown = answer.text, f"`{name}`"
+        if name.rpartition(".")[2] == answer.field:
+            text = _SAME_NAME
+        elif re.fullmatch(r"`--[\w-]+`", text):
+            text, shown = _FLAG_BEHIND, f"{shown} ({text})"
+        names.setdefault((answer.kind, text), []).append(shown)
     for (kind, text), found in names.items():
         yield f"| {', '.join(found)} | {kind} | {text.replace('|', chr(92) + '|')} |"
 
