@@ -1,6 +1,6 @@
 """Where Megatron-LM's public names are defined, for scripts that import them from another module.
 
-A name is defined once. Three tables lead to the definitions:
+A name is defined once. Three tables, two of them in homes.toml, lead to the definitions:
 
 - `lazy_names` gives a package names of its modules, which are imported when the name is first used;
 - `MOVED` lists modules that have another path now; both paths give the same module;
@@ -14,12 +14,14 @@ what to do instead.
 import importlib
 import importlib.util
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -76,149 +78,16 @@ def _refusal(message: str) -> Exception:
 # ---------------------------------------------------------------------------------------------------------------------
 # Old homes
 
-_LEGACY_MODEL = NotHere(
-    "the models before megatron.core are not here; give --use-mcore-models (scripts of releases 0.5 to 0.7), or leave "
-    "out --use-legacy-models"
-)
-_LEGACY_DATASETS = NotHere(
-    "give Accelerate's plugin custom_megatron_datasets_provider_function and custom_get_batch_function, or a DataLoader"
-)
-_LEGACY_MODELS = {"BertModel": _LEGACY_MODEL, "GPTModel": _LEGACY_MODEL, "T5Model": _LEGACY_MODEL}
-_TE = NotHere("modules of Transformer Engine are not here; name the class of megatron.core in the layer spec")
-_TE_NAMES: dict[str, str | NotHere] = {
-    "TEColumnParallelLinear": "megatron.core.tensor_parallel.layers:ColumnParallelLinear",
-    "TEDotProductAttention": "megatron.core.transformer.dot_product_attention:DotProductAttention",
-    "TELayerNormColumnParallelLinear": "megatron.core.transformer.normed_linear:NormedColumnParallelLinear",
-    "TENorm": "megatron.core.transformer.torch_norm:WrappedTorchNorm",
-    "TERowParallelLinear": "megatron.core.tensor_parallel.layers:RowParallelLinear",
-    "TEColumnParallelGroupedLinear": _TE,
-    "TEDelayedScaling": _TE,
-    "TELinear": _TE,
-    "TERowParallelGroupedLinear": _TE,
-}
-_MODELOPT = NotHere(
-    "ModelOpt is not used here: tools/checkpoint/convert.py exports the checkpoint to a Hugging Face folder, which "
-    "ModelOpt quantises, prunes or distils"
-)
-_YAML = NotHere("not yet: --yaml-cfg; give the settings as flags, config from core_transformer_config_from_args(args)")
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_NOT_HERE = {name: NotHere(advice) for name, advice in _TABLES["not_here"].items()}
 
-OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
-    # Release 0.5, where the app was directly in `megatron`
-    "megatron": {
-        "get_args": "megatron.training",
-        "get_timers": "megatron.training",
-        "get_tokenizer": "megatron.training",
-        "get_tensorboard_writer": "megatron.training",
-        "get_num_microbatches": "megatron.facades.num_microbatches_calculator",
-        "get_current_global_batch_size": "megatron.facades.num_microbatches_calculator",
-        "update_num_microbatches": "megatron.facades.num_microbatches_calculator",
-        "initialize_megatron": "megatron.facades.initialize",
-        "is_last_rank": "megatron.facades.utils",
-        "print_rank_0": "megatron.facades.utils",
-        "print_rank_last": "megatron.facades.utils",
-    },
-    "megatron.arguments": "megatron.training.arguments",
-    "megatron.checkpointing": "megatron.facades.checkpointing",
-    "megatron.global_vars": "megatron.facades.global_vars",
-    "megatron.initialize": "megatron.facades.initialize",
-    "megatron.model": {**_LEGACY_MODELS},
-    "megatron.utils": "megatron.facades.utils",
-    # Releases 0.6 to 0.16
-    "megatron.legacy.model": {**_LEGACY_MODELS},
-    "megatron.core.models.gpt.experimental_attention_variant_module_specs": {
-        "get_transformer_block_with_experimental_attention_variant_spec": "megatron.core.models.gpt.gpt_layer_specs",
-    },
-    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": {
-        "get_gpt_heterogeneous_layer_spec": "megatron.core.models.gpt.gpt_layer_specs",
-    },
-    # Releases 0.17 to 0.19
-    "megatron.core.tokenizers.utils.build_tokenizer": {
-        "build_tokenizer": "megatron.data.tokenizer.build:build_tokenizer_of_args",
-    },
-    "megatron.training.config.container": {"PretrainConfigContainer": "megatron.facades.argument_utils"},
-    "megatron.training.models.gpt": {"GPTModelConfig": "megatron.facades.argument_utils"},
-    "megatron.training.models.hybrid": {"HybridModelConfig": "megatron.facades.argument_utils"},
-    "megatron.post_training.arguments": {
-        "add_modelopt_args": "megatron.facades.modelopt",
-        "modelopt_args_enabled": "megatron.facades.modelopt",
-    },
-    "megatron.post_training.loss_func": {"loss_func": _MODELOPT},
-    "megatron.post_training.model_provider": {"model_provider": _MODELOPT},
-    "megatron.post_training.model_builder": {
-        "modelopt_gpt_hybrid_builder": _MODELOPT,
-        "modelopt_gpt_mamba_builder": _MODELOPT,
-    },
-    "megatron.core.tokenizers": {
-        "MegatronTokenizer": NotHere("the run's tokenizer is megatron.training.get_tokenizer()"),
-    },
-    "megatron.core.tokenizers.text.utils.build_tokenizer": {
-        "build_tokenizer": "megatron.data.tokenizer.build:build_tokenizer_of_args",
-    },
-    "megatron.training.datasets.fim_dataset": "megatron.data.datasets.fim_dataset",
-    "megatron.training.datasets.sft_dataset": "megatron.data.datasets.sft_dataset",
-    "megatron.training.inprocess_restart": {
-        "maybe_wrap_for_inprocess_restart": "megatron.training.launch.start_times",
-    },
-    "megatron.training.tokenizer.tokenizer": {
-        "_vocab_size_with_padding": "megatron.facades.accelerate_plugin",
-        "_NullTokenizer": "megatron.data.tokenizer.null:NullTokenizer",
-        "MegatronTokenizer": "megatron.data.tokenizer.base:Tokenizer",
-        "build_tokenizer": "megatron.data.tokenizer.build:build_tokenizer_of_args",
-    },
-    "megatron.training.gpt_builders": "gpt_builders",
-    "megatron.legacy.data.dataset_utils": {"build_train_valid_test_datasets": _LEGACY_DATASETS},
-    "megatron.legacy.model.classification": {"Classification": _LEGACY_MODEL},
-    "megatron.training.yaml_arguments": {"core_transformer_config_from_yaml": _YAML},
-    "megatron.core.extensions.transformer_engine": _TE_NAMES,
-    "megatron.core.transformer.custom_layers.transformer_engine": _TE_NAMES,
-    "megatron.training.datasets.data_samplers": {
-        "MegatronPretrainingRandomSampler": "megatron.training.data.samplers",
-        "MegatronPretrainingSampler": "megatron.training.data.samplers",
-        "build_pretraining_data_loader": "megatron.facades.training",
-    },
-    "megatron.legacy.data.data_samplers": {
-        "MegatronPretrainingRandomSampler": "megatron.training.data.samplers",
-        "MegatronPretrainingSampler": "megatron.training.data.samplers",
-        "build_pretraining_data_loader": "megatron.facades.training",
-    },
-    "megatron.core.models.mamba.mamba_layer_specs": {
-        "mamba_stack_spec": "megatron.core.models.hybrid.hybrid_layer_specs:hybrid_stack_spec",
-    },
-    # Modules whose names are defined in others here
-    "megatron.core.activations": {
-        "quick_gelu": "megatron.core.ops.activation",
-        "squared_relu": "megatron.core.ops.activation",
-    },
-    "megatron.core.datasets.megatron_tokenizer": {
-        "MegatronLegacyTokenizer": "megatron.data.tokenizer.base:MegatronTokenizer",
-        "MegatronTokenizer": "megatron.data.tokenizer.base",
-    },
-    "megatron.core.fusions.fused_layer_norm": {
-        "FusedLayerNorm": "megatron.core.transformer.torch_norm:WrappedTorchNorm",
-    },
-    "megatron.core.inference_params": {
-        "InferenceParams": "megatron.core.inference.static_context",
-    },
-    "megatron.core.package_info": {"__version__": "megatron.core.utils.versions:MEGATRON_LM_RELEASE"},
-    "megatron.core.tensor_parallel.data": {"broadcast_data": "megatron.core.tensor_parallel.utils"},
-    "megatron.core.transformer.torch_layer_norm": {
-        "WrappedTorchLayerNorm": "megatron.core.transformer.torch_norm:WrappedTorchNorm",
-    },
-    "megatron.core.transformer.utils": {
-        "make_sharded_tensors_for_checkpoint": "megatron.core.tensor_parallel.sharded_state",
-        "sharded_state_dict_default": "megatron.core.tensor_parallel.sharded_state",
-    },
-    "megatron.core.datasets.blended_megatron_dataset_config.BlendedMegatronDatasetConfig": {},
-    "megatron.core.dist_checkpointing.core": {
-        "CheckpointingException": "megatron.core.dist_checkpointing.mapping",
-    },
-    "megatron.core.inference.contexts": {
-        "StaticInferenceContext": "megatron.core.inference.static_context",
-    },
-    "megatron.core.inference.sampling_params": {"SamplingParams": "megatron.core.inference.sampling"},
-    "megatron.core.jit": {"jit_fuser": "megatron.core.utils.versions:jit_fuser"},
+OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = _TABLES["replaced"] | {
+    module: {name: _NOT_HERE[home[1:]] if home.startswith("!") else home for name, home in names.items()}
+    for module, names in _TABLES["names"].items()
 }
 """Old module: the module that replaces it, or its names, each with "module", "module:name" or `NotHere`."""
+_TE = "megatron.core.extensions.transformer_engine"
+OLD_HOMES["megatron.core.transformer.custom_layers.transformer_engine"] = OLD_HOMES[_TE]
 
 
 def look_up(module: str, name: str) -> Any:
@@ -241,46 +110,7 @@ _MODULES = {".".join(words[:n]) for words in (name.split(".") for name in OLD_HO
 """The old modules, and the packages that they are in."""
 
 
-MOVED = {
-    # Megatron-LM's modules
-    "megatron.core.config": "megatron.facades.config",
-    "megatron.core.datasets": "megatron.data.datasets",
-    "megatron.core.enums": "megatron.core.declarations.enums",
-    "megatron.core.model_parallel_config": "megatron.core.declarations.model_parallel_config",
-    "megatron.core.num_microbatches_calculator": "megatron.facades.num_microbatches_calculator",
-    "megatron.core.optimizer_param_scheduler": "megatron.core.schedule.optimizer_param_scheduler",
-    "megatron.core.parallel_state": "megatron.facades.parallel_state",
-    "megatron.core.process_groups_config": "megatron.core.groups.process_groups_config",
-    "megatron.core.rerun_state_machine": "megatron.core.health.rerun_state_machine",
-    "megatron.training.checkpointing": "megatron.facades.checkpointing",
-    "megatron.training.dist_signal_handler": "megatron.facades.dist_signal_handler",
-    "megatron.training.argument_utils": "megatron.facades.argument_utils",
-    "megatron.training.global_vars": "megatron.facades.global_vars",
-    "megatron.training.initialize": "megatron.facades.initialize",
-    "megatron.training.training": "megatron.facades.training",
-    "megatron.training.utils": "megatron.facades.utils",
-    # Ours, which programs import from where they were
-    "megatron.core.collectives": "megatron.core.communication.collectives",
-    "megatron.core.config_fields": "megatron.core.declarations.config_fields",
-    "megatron.core.flag_grammars": "megatron.core.declarations.flag_grammars",
-    "megatron.core.rank_grid": "megatron.core.groups.rank_grid",
-    "megatron.core.straggler_detector": "megatron.core.health.straggler_detector",
-    "megatron.training.config.tokenizer": "megatron.data.tokenizer.config",
-    "megatron.training.conversion": "megatron.conversion",
-    "megatron.training.data.bert_data": "megatron.training.data.masked_data",
-    "megatron.training.data.gpt_data": "megatron.training.data.sources",
-    "megatron.training.data.source_losses": "megatron.training.data.sources",
-    "megatron.training.data.t5_data": "megatron.training.data.masked_data",
-    "megatron.training.data_preparation": "megatron.data.preparation",
-    "megatron.training.dry_run": "megatron.diagnosis.dry_run",
-    "megatron.training.checkpoint_contents": "megatron.training.state",
-    "megatron.training.config.logging": "megatron.training.config.log",
-    "megatron.training.layout_check": "megatron.diagnosis.layout_check",
-    "megatron.training.logging": "megatron.training.log",
-    "megatron.training.pretraining": "megatron.training.loop",
-    "megatron.training.replay": "megatron.diagnosis.replay",
-    "megatron.training.tokenizer": "megatron.data.tokenizer",
-}
+MOVED: dict[str, str] = _TABLES["moved"]
 """Modules and packages under their old paths, and where they are. An import of an old path gives the same module."""
 
 

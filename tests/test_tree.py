@@ -60,11 +60,9 @@ TESTED_TOGETHER = {
     "diagnosis/planning/test_model_shape.py": {f"diagnosis/planning/{name}.py" for name in _COUNTS},
     "diagnosis/planning/test_specification.py": {f"diagnosis/planning/{name}.py" for name in _READING},
     "training/config/foreign/test_deepspeed.py": {
-        f"training/config/foreign/{name}.py" for name in ("deepspeed_keys", "deepspeed_optimizer", "taking")
+        f"training/config/foreign/{name}.py" for name in ("deepspeed_optimizer", "taking")
     },
-    "training/config/foreign/test_accelerate.py": {
-        f"training/config/foreign/{name}.py" for name in ("accelerate_fields", "files")
-    },
+    "training/config/foreign/test_accelerate.py": {"training/config/foreign/files.py"},
     "facades/test_hf_trainer.py": {"facades/hf_rows.py"},
     "test_programs.py": {"__main__.py"},
     "tools/test_plan.py": {f"diagnosis/planning/{name}.py" for name in _PLANNED},
@@ -85,6 +83,7 @@ TESTED_TOGETHER = {
     "core/adapters/test_layers.py": {"core/adapters/attach.py", "core/adapters/config.py"},
     "training/test_adapters.py": {"training/config/adapter_checks.py"},
     "conversion/test_peft.py": {"conversion/merging.py"},
+    "core/optimizer/test_flat_optimizer.py": {"core/optimizer/unit_state.py"},
 }
 """Test files of several modules, each of which would have the same few lines, or which make one result together."""
 

@@ -61,16 +61,4 @@ BAICHUAN_FAMILY = Family(
         rules.Implied({"hidden_dropout": 0.0, "attention_dropout": 0.0}),
         rules.Unused(("gradient_checkpointing", "_from_model_config", "tokenizer_class", "z_loss_weight")),
     ),
-    defaults={
-        "vocab_size": 125696,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "hidden_act": "silu",
-        "model_max_length": 4096,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
 )

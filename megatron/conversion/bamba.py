@@ -8,7 +8,7 @@ from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import HUB, OURS, one_to_one
 from megatron.conversion.family import EMBEDDING as WORDS
 from megatron.conversion.family import HEAD, Family
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.mamba import MIXER, MambaHeads, StepLimits, mamba_layer
 from megatron.conversion.rope import RotaryPositions
 from megatron.conversion.spellings import run_of
@@ -95,19 +95,4 @@ BAMBA_FAMILY = Family(
         rules.Unused(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb")),
         rules.Unused(("layers_block_type", "layer_types", "use_mamba_kernels")),
     ),
-    defaults=DECODER_DEFAULTS
-    | {
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 262144,
-        "attn_layer_indices": None,
-        "mamba_d_head": "auto",
-        "mamba_n_groups": 1,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-        "time_step_limit": (0.0, float("inf")),
-        "mlp_bias": False,
-    },
 )

@@ -6,7 +6,7 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import HUB, OURS
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.layer_types import WindowsByLayerType
 from megatron.conversion.rope import RotaryPositions
 from megatron.conversion.tensor_mapping import HubTensorPattern, TensorMapping
@@ -33,12 +33,6 @@ _RULES: tuple[rules.Rule, ...] = (
     rules.Implied({"normalization": "LayerNorm", "norm_bias": False, "norm_placement": "parallel"}),
     rules.Implied({"rotary_interleaved": True}),
 )
-_DEFAULTS = {key: value for key, value in DECODER_DEFAULTS.items() if key != "rms_norm_eps"} | {
-    "max_position_embeddings": 8192,
-    "layer_norm_eps": 1e-5,
-    "logit_scale": 0.0625,
-    "tie_word_embeddings": True,
-}
 
 
 @dataclass(frozen=True)
@@ -66,13 +60,11 @@ COHERE_FAMILIES = (
         "cohere",
         _with_head_norms,
         (*_RULES, rules.Switch("use_qk_norm", {"qk_layernorm": True, "qk_norm_scope": "per_head"})),
-        defaults=_DEFAULTS | {"rope_theta": 500000.0, "use_qk_norm": False},
     ),
     Family(
         "Cohere2ForCausalLM",
         "cohere2",
         _TENSORS,
         (*_RULES, _WINDOWS, NoPositionsWithoutWindow(_WINDOWS), rules.Unused(("_sliding_window_pattern",))),
-        defaults=_DEFAULTS | {"sliding_window": 4096, "layer_types": None},
     ),
 )

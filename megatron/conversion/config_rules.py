@@ -1,7 +1,7 @@
 """Rules that translate between keys of config.json and fields of our configs. A family is a list of rules.
 
 A rule names the keys that it reads. `fields(config)` returns our values by field name; `keys(values)` returns the keys
-for all values of a run. `config` always has a value for each key of `hub_defaults.py`. If a family cannot express a
+for all values of a run. `config` always has a value for each key of `hub_defaults.toml`. If a family cannot express a
 value, `keys` may leave it out: an export reads its keys back and compares, so it notices everything that is lost.
 
 Errors of rules begin with the key; the caller adds the name of the file.

@@ -9,7 +9,7 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import HUB, OURS, one_to_one
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import HUB_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import RotaryPositions
 from megatron.conversion.spellings import sized_layers
 from megatron.conversion.tensor_mapping import TensorMapping
@@ -93,5 +93,4 @@ DECILM_FAMILY = Family(
         layer_rules.Words("hidden_act", layer_rules.GATED_ACTIVATIONS),
         RotaryPositions(),
     ),
-    defaults=HUB_DEFAULTS["llama"] | {"intermediate_size": None},
 )

@@ -7,13 +7,11 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import HUB, OURS
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.spellings import run_of
 from megatron.conversion.tensor_mapping import HubTensorPattern
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import has_experts
-
-_NOT_IN_CLASS = ("attention_bias", "attention_dropout")
 
 ERNIE_FAMILY = Family(
     "Ernie4_5ForCausalLM",
@@ -24,16 +22,6 @@ ERNIE_FAMILY = Family(
         layer_rules.Biases("use_bias"),
         rules.Implied({"rotary_interleaved": True, "attention_dropout": 0.0}),
     ),
-    defaults={key: value for key, value in DECODER_DEFAULTS.items() if key not in _NOT_IN_CLASS}
-    | {
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-        "use_bias": False,
-    },
 )
 
 
@@ -105,13 +93,5 @@ ERNIE_MOE_FAMILY = Family(
         rules.Implied({"moe_router_norm_topk_prob": True, "moe_router_enable_expert_bias": True}),
         rules.Unused(("moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers")),
     ),
-    defaults={key: value for key, value in ERNIE_FAMILY.defaults.items() if key != "head_dim"}
-    | {
-        "num_key_value_heads": 4,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": -1,
-        "moe_layer_interval": 1,
-    },
     constants=(r"model\.mtp_.*",),
 )

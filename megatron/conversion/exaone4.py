@@ -6,7 +6,7 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder
 from megatron.conversion.cohere import NoPositionsWithoutWindow
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.layer_types import WindowsByLayerType
 
 _WINDOWS = WindowsByLayerType(period=4, period_key="sliding_window_pattern")
@@ -49,12 +49,4 @@ EXAONE4_FAMILY = Family(
         WindowsOrNone(),
         rules.Implied({"norm_placement": "post", "qk_layernorm": True}),
     ),
-    defaults={key: value for key, value in DECODER_DEFAULTS.items() if key != "attention_bias"}
-    | {
-        "num_key_value_heads": 32,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-        "layer_types": None,
-    },
 )

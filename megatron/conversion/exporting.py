@@ -117,7 +117,8 @@ def export_model(
         verify = reason is None
     tensors = hub_tensors(family.tensors_of(config.flat()), shapes)
     dtypes = {name: dtype or chunk.dtype for name, chunk in stored.items()}
-    keys = family.config_of(config.flat()) | {"vocab_size": vocab_size, "torch_dtype": _main_dtype(dtypes)}
+    main_dtype = str(dtypes["embedding.word_embeddings.weight"]).removeprefix("torch.")
+    keys = family.config_of(config.flat()) | {"vocab_size": vocab_size, "torch_dtype": main_dtype}
     aliases = ALIASES.get(family.model_type, {})  # a class without vocab_size in its config reads the second name
     keys |= dict.fromkeys((alias for alias, key in aliases.items() if key == "vocab_size"), vocab_size)
     keys |= special_ids(config, tokenizer, vocab_size, log)
@@ -125,10 +126,6 @@ def export_model(
     stored_as = checkpoint.averages() if average else {}
     writer = _Writer(checkpoint, build_model, tensors, dtypes, shard_bytes, bool(verify), spec, stored_as)
     return writer.write(target, keys, write_tokenizer)
-
-
-def _main_dtype(dtypes: Mapping[str, torch.dtype]) -> str:
-    return str(dtypes["embedding.word_embeddings.weight"]).removeprefix("torch.")
 
 
 def _check_flags(checkpoint: Checkpoint, config: PretrainConfig) -> None:

@@ -37,7 +37,7 @@ class Family:
     function if names, or the slices of our tensors that a hub tensor holds, depend on the config."""
     rules: tuple[Rule, ...]
     defaults: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-    """Values that transformers gives to absent keys, beside those of `hub_defaults.py`."""
+    """Values that transformers gives to absent keys, of a `model_type` that hub_defaults.toml does not have."""
     constants: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     """Patterns of tensors in files that are not weights of this class: constants, which old releases of transformers
     stored, and heads of other classes."""

@@ -7,7 +7,7 @@ import torch
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.layer_types import RotaryPositionsByLayerType, WindowsByLayerType
 from megatron.conversion.rope import RotaryPositions
 
@@ -59,15 +59,6 @@ GEMMA_FAMILIES = (
             RotaryPositions(),
             rules.Fixed("use_bidirectional_attention", None, write=False),
         ),
-        defaults=DECODER_DEFAULTS
-        | {
-            "hidden_act": "gelu_pytorch_tanh",
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": True,
-            "use_bidirectional_attention": None,
-        },
     ),
     Family(
         "Gemma2ForCausalLM",

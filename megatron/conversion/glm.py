@@ -4,7 +4,6 @@ experts chosen by sigmoid scores with a correction, beside shared experts; half 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, deepseek
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS
 from megatron.conversion.rope import RotaryPositions
 
 _RULES: tuple[rules.Rule, ...] = (
@@ -20,22 +19,14 @@ _SANDWICH = {
     "pre_mlp_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_mlp_layernorm",
 }
-_DEFAULTS = DECODER_DEFAULTS | {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1.5625e-07,
-    "attention_bias": True,
-}
 
 GLM_FAMILIES = (
-    Family("GlmForCausalLM", "glm", decoder.AROUND | _REST, _RULES, defaults=_DEFAULTS),
+    Family("GlmForCausalLM", "glm", decoder.AROUND | _REST, _RULES),
     Family(
         "Glm4ForCausalLM",
         "glm4",
         decoder.ENDS | decoder.weights(_SANDWICH) | _REST,
         (*_RULES, rules.Implied({"norm_placement": "sandwich"})),
-        defaults=_DEFAULTS,
     ),
 )
 
@@ -63,18 +54,5 @@ GLM4_MOE_FAMILY = Family(
         rules.Implied({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
         rules.Unused(("num_nextn_predict_layers",)),  # transformers leaves these layers out too
     ),
-    defaults=DECODER_DEFAULTS
-    | {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "use_qk_norm": False,
-    },
     constants=(r"model\.layers\.(46|92)\..*",),
 )

@@ -7,7 +7,7 @@ from typing import ClassVar
 from megatron.conversion import config_rules as rules
 from megatron.conversion.decoder import OURS, one_to_one, with_biases
 from megatron.conversion.family import HEAD, Family
-from megatron.conversion.hub_defaults import HUB_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.spellings import gelu_kind, score_scale
 from megatron.conversion.tensor_mapping import HubTensorPattern
 from megatron.core.exceptions import UserError
@@ -203,8 +203,6 @@ GPT_BIGCODE_FAMILY = Family(
         rules.Unused(("summary_first_dropout", "validate_runner_input", "pre_allocate_kv_cache", "max_batch_size")),
         rules.Unused(("max_sequence_length", "n_ctx")),
     ),
-    defaults={key: value for key, value in HUB_DEFAULTS["gpt2"].items() if key != "scale_attn_by_inverse_layer_idx"}
-    | {"activation_function": "gelu_pytorch_tanh", "multi_query": True},
     constants=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
     copies={HEAD: "transformer.wte.weight"},
 )

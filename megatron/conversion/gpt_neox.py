@@ -7,7 +7,7 @@ from megatron.conversion import decoder
 from megatron.conversion.decoder import OURS, one_to_one
 from megatron.conversion.family import Family
 from megatron.conversion.gpt2 import UngatedActivation
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import RotaryPositions
 from megatron.conversion.spellings import bias_places
 
@@ -67,19 +67,6 @@ GPT_NEOX_FAMILY = Family(
         rules.Implied({"normalization": "LayerNorm"}),
         rules.Unused(("classifier_dropout", "is_decoder")),
     ),
-    defaults={
-        key: DECODER_DEFAULTS[key]
-        for key in ("initializer_range", "attention_dropout", "tie_word_embeddings", "rope_parameters", "rope_scaling")
-    }
-    | {
-        "rope_theta": 10000.0,
-        "hidden_act": "gelu",
-        "hidden_dropout": 0.0,
-        "max_position_embeddings": 2048,
-        "layer_norm_eps": 1e-5,
-        "use_parallel_residual": True,
-        "attention_bias": True,
-    },
     constants=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
 )

@@ -4,7 +4,6 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import HUB, OURS
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import HUB_DEFAULTS
 from megatron.conversion.layer_types import WindowsByLayerType
 from megatron.conversion.rope import RotaryPositions
 from megatron.conversion.tensor_mapping import HubTensorPattern
@@ -36,7 +35,6 @@ LLAMA_FAMILIES = (
         "ministral",
         decoder.AROUND | decoder.ATTENTION | decoder.MLP,
         (*decoder.DECODER, WindowsByLayerType(period=0)),
-        defaults=HUB_DEFAULTS["mistral"] | {"rms_norm_eps": 1e-6, "layer_types": None},
     ),
     Family(
         "Qwen2ForCausalLM",
@@ -122,14 +120,6 @@ QWEN2_MOE_FAMILY = Family(
         layer_rules.RouterWeights(),
         rules.Implied({"moe_shared_expert_gate": True}),
     ),
-    defaults={key: value for key, value in HUB_DEFAULTS["qwen3_moe"].items() if key != "attention_bias"}
-    | {
-        "num_key_value_heads": 16,
-        "shared_expert_intermediate_size": 5632,
-        "qkv_bias": True,
-        "max_window_layers": 28,
-        "layer_types": None,
-    },
 )
 
 _BLOCK = f"{HUB}.block_sparse_moe"
@@ -157,6 +147,4 @@ GRANITE_MOE_FAMILY = Family(
         *rules.copied(intermediate_size="moe_ffn_hidden_size", num_local_experts="num_moe_experts"),
         layer_rules.RouterWeights(key=None),
     ),
-    defaults={key: value for key, value in HUB_DEFAULTS["granite"].items() if key != "mlp_bias"}
-    | {"num_local_experts": 8, "num_experts_per_tok": 2},
 )

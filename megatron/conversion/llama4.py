@@ -7,7 +7,7 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import HUB, OURS
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import RotaryPositions
 from megatron.conversion.smollm3 import LayersWithoutPositions
 from megatron.conversion.spellings import run_of
@@ -152,31 +152,5 @@ LLAMA4_FAMILY = Family(
         rules.Implied({"swiglu": True, "rotary_interleaved": True}),
         rules.Unused(("router_jitter_noise", "for_llm_compressor")),
     ),
-    defaults=DECODER_DEFAULTS
-    | {
-        "vocab_size": 202048,
-        "hidden_size": 5120,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "num_experts_per_tok": 1,
-        "num_local_experts": 16,
-        "moe_layers": None,
-        "interleave_moe_layer_step": 1,
-        "use_qk_norm": True,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": 4,
-        "attention_chunk_size": 8192,
-        "layer_types": None,
-        "attn_temperature_tuning": True,
-        "floor_scale": 8192,
-        "attn_scale": 0.1,
-    },
     constants=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq"),
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import RotaryPositions
 
 
@@ -54,12 +54,4 @@ MINIMAX_M2_FAMILY = Family(
             ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "attn_type_list", "mlp_intermediate_size")
         ),
     ),
-    defaults={key: value for key, value in DECODER_DEFAULTS.items() if key != "attention_bias"}
-    | {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 196608,
-        "rope_theta": 5000000.0,
-        "router_jitter_noise": 0.0,
-    },
 )

@@ -5,7 +5,6 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import one_to_one
 from megatron.conversion.family import EMBEDDING, HEAD, Family
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS
 from megatron.conversion.layer_types import RotaryPositionsByLayerType, WindowsByLayerType
 from megatron.conversion.rope import RotaryPositions
 
@@ -21,7 +20,6 @@ _RULES: tuple[rules.Rule, ...] = (
     rules.Implied({"norm_placement": "post", "qk_layernorm": True, "qk_norm_scope": "full"}),
 )
 
-_DEFAULTS = DECODER_DEFAULTS | {"clip_qkv": None}
 
 OLMO_FAMILIES = (
     Family(
@@ -39,8 +37,6 @@ OLMO_FAMILIES = (
             rules.Copied("clip_qkv", "clip_qkv"),
             rules.Implied({"normalization": "LayerNorm", "norm_affine": False, "layernorm_epsilon": 1e-5}),
         ),
-        defaults={key: value for key, value in _DEFAULTS.items() if key != "rms_norm_eps"}
-        | {"intermediate_size": 11008},
     ),
     Family(
         "OlmoeForCausalLM",
@@ -54,12 +50,6 @@ OLMO_FAMILIES = (
             layer_rules.RouterWeights(),
             rules.Implied({"qk_layernorm": True, "qk_norm_scope": "full"}),
         ),
-        defaults=_DEFAULTS
-        | {
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "norm_topk_prob": False,
-        },
     ),
     Family("Olmo2ForCausalLM", "olmo2", _TENSORS, (*_RULES, RotaryPositions())),
     Family(

@@ -5,10 +5,7 @@ from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import HUB, OURS, one_to_one, with_biases
 from megatron.conversion.family import EMBEDDING, Family
 from megatron.conversion.gpt2 import UngatedActivation
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS
 from megatron.conversion.rope import RotaryPositions
-
-_OTHER = ("rms_norm_eps", "attention_bias")
 
 PHI_FAMILY = Family(
     "PhiForCausalLM",
@@ -38,11 +35,4 @@ PHI_FAMILY = Family(
         rules.Implied({"add_bias_linear": True, "output_layer_bias": True}),
         rules.Unused(("embd_pdrop",)),
     ),
-    defaults={key: value for key, value in DECODER_DEFAULTS.items() if key not in _OTHER}
-    | {
-        "resid_pdrop": 0.0,
-        "hidden_act": "gelu_new",
-        "layer_norm_eps": 1e-5,
-        "qk_layernorm": False,
-    },
 )

@@ -7,7 +7,7 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import HUB, OURS, one_to_one
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import HUB_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import RotaryPositions
 from megatron.conversion.spellings import run_of
 from megatron.conversion.tensor_mapping import ALL, KEYS, VALUES, HubTensorPattern, TensorMapping
@@ -125,8 +125,6 @@ QWEN3_NEXT_FAMILY = Family(
     constants=_PREDICTION_LAYERS,
 )
 
-_OF_EXPERTS = ("experts", "moe_", "decoder_sparse", "mlp_only", "norm_topk", "use_sliding", "shared_expert")
-
 
 def _tensors_of_qwen3_5(values: rules.Values) -> TensorMapping:
     """Returns the table. The projections of a delta net are four tensors, each with all queries before all keys before
@@ -152,17 +150,5 @@ QWEN3_5_FAMILY = Family(
     "qwen3_5_text",
     _tensors_of_qwen3_5,
     _RULES,
-    defaults={
-        key: value
-        for key, value in HUB_DEFAULTS["qwen3_next"].items()
-        if not any(part in key for part in _OF_EXPERTS) and key != "num_experts_per_tok"
-    }
-    | {
-        "vocab_size": 248320,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 4,
-    },
     constants=_PREDICTION_LAYERS,
 )

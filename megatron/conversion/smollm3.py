@@ -6,7 +6,7 @@ from typing import Any
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.config_rules import Rule, Values
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.spellings import run_of
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import has_rope
@@ -45,17 +45,4 @@ SMOLLM3_FAMILY = Family(
         layer_rules.SlidingWindows(by_layer=True),
         LayersWithoutPositions(),
     ),
-    defaults=DECODER_DEFAULTS
-    | {
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "rope_theta": 2000000.0,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "layer_types": None,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": 4,
-    },
 )

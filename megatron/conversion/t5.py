@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import HUB_DEFAULTS, Json
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.tensor_mapping import ALL, GATE, KEYS, QUERIES, UP, VALUES, HubTensorPattern, TensorMapping
 from megatron.core.exceptions import UserError
 
@@ -159,13 +159,12 @@ _RULES: tuple[rules.Rule, ...] = (
 )
 
 
-def _family(architecture: str, model_type: str, output: rules.Rule, **defaults: Json) -> Family:
+def _family(architecture: str, model_type: str, output: rules.Rule) -> Family:
     return Family(
         architecture,
         model_type,
         _tensors,
         (*_RULES, output),
-        defaults=defaults,
         constants=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
         model_family="t5",
         copies={
@@ -174,9 +173,7 @@ def _family(architecture: str, model_type: str, output: rules.Rule, **defaults: 
     )
 
 
-_OF_MT5 = {"feed_forward_proj": "gated-gelu"}
-
 T5_FAMILIES = (
     _family("T5ForConditionalGeneration", "t5", OutputLayer()),
-    _family("MT5ForConditionalGeneration", "mt5", UnscaledOutputLayer(), **HUB_DEFAULTS["t5"] | _OF_MT5),
+    _family("MT5ForConditionalGeneration", "mt5", UnscaledOutputLayer()),
 )

@@ -197,7 +197,9 @@ def write_plain_folder(
                 made.add_named()
         else:
             made.add_state("", "model.")
-            for name in dict.fromkeys(_module_of(entry.name) for entry in made.entries if is_linear(entry.weight)):
+            for name in dict.fromkeys(
+                entry.name.rpartition(".")[0] for entry in made.entries if is_linear(entry.weight)
+            ):
                 made.writer.add_object(file, f"model.{name}._extra_state", None)
             groups = _numbered(made) if with_optimizer else None
             if groups is not None:
@@ -231,10 +233,6 @@ def place_in_module(name: str) -> tuple[int, ...] | None:
     words = re.sub(r"\.(weight|bias)(\d+)$", r".\1.\2", name).split(".")
     places = [int(word) if word.isdigit() else _PLACES.get(word, -1) for word in words]
     return None if -1 in places else tuple(places)
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def is_trained(weight: str) -> bool:

@@ -169,7 +169,10 @@ class DistFolder:
         found = {}
         for index, info in entries.items():
             offset = index.state.get("offset")  # absent for an object
-            file, (begin, length) = info.attribute("relative_path"), _numbers(_pair(info))
+            file, (begin, length) = (
+                info.attribute("relative_path"),
+                _numbers((info.attribute("offset"), info.attribute("length"))),
+            )
             if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
                 raise ValueError(f"{shown(file)!r} is not the name of a file in this folder")
             if info.state.get("transform_descriptors"):
@@ -179,10 +182,6 @@ class DistFolder:
                 raise ValueError(f"the name of a tensor is a {type(name).__name__}")
             found[name, None if offset is None else _numbers(offset)] = _FileRange(file, begin, length)
         return found
-
-
-def _pair(info: Inert) -> tuple[object, object]:
-    return info.attribute("offset"), info.attribute("length")
 
 
 def _numbers(values: Sequence[Any]) -> tuple[int, ...]:

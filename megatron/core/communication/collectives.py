@@ -55,11 +55,11 @@ def group_ranks(group: Group) -> tuple[int, ...]:
     """Returns the global ranks of a group, in group order."""
     if isinstance(group, PlannedGroup):
         return group.ranks
-    return (dist.get_rank() if dist.is_initialized() else 0,) if group is None else tuple(_ranks_of(group))
-
-
-def _ranks_of(group: ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(group)
+    return (
+        (dist.get_rank() if dist.is_initialized() else 0,)
+        if group is None
+        else tuple(dist.get_process_group_ranks(group))
+    )
 
 
 def _record(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.fp8.recipes import DelayedScaling, finish_step
@@ -49,7 +48,8 @@ def finalize_model_grads(
     groups = pg_collection or chunks[0].pg_collection
     slices = [
         (parameter_slice.info, parameter_slice.view_in(unit.gradient_shard))
-        for unit in _units(chunks)
+        for chunk in chunks
+        for unit in chunk.units
         for parameter_slice in unit.parameter_slices
     ]
     for axis, name in _GROUP_OF_AXIS.items():
@@ -59,10 +59,6 @@ def finalize_model_grads(
         _divide_by_tokens(chunks, num_tokens, groups)
     finish_routers(chunks, groups)
     finish_delayed_scaling(chunks, groups)
-
-
-def _units(chunks: Sequence[DistributedDataParallel]) -> list[Unit]:
-    return [unit for chunk in chunks for unit in chunk.units]
 
 
 def _sum_tied(slices: Sequence[GradientSlice], groups: ProcessGroupCollection) -> None:

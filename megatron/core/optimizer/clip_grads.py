@@ -26,10 +26,6 @@ def _gradients(unit: Unit) -> Tensor:
     return unit.gradient_shard
 
 
-def _weights(unit: Unit) -> Tensor:
-    return unit.model_shard()
-
-
 def counted_gradients(
     units: Sequence[Unit], groups: ProcessGroupCollection, grid: str, shard_of: Callable[[Unit], Tensor] = _gradients
 ) -> Iterator[Tensor]:
@@ -76,7 +72,7 @@ def weight_norm(
         dtype = torch.promote_types(weights[0].dtype, torch.float32)
         return torch.stack([norm.double() for norm in foreach_norm(weights, 2, dtype)]).square().sum()
 
-    return _sum_over_model(units, groups, of_grid, chunk, _weights).sqrt()
+    return _sum_over_model(units, groups, of_grid, chunk, Unit.model_shard).sqrt()
 
 
 def count_zeros(

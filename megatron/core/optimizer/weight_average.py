@@ -2,23 +2,20 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.state_storage import Plain
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer.flat_optimizer import UnitState
+from megatron.core.optimizer.unit_state import UnitState
 
 
 class WeightAverage:
     """a <- d a + (1 - d) w after each applied update, in the main type, with d = min(decay, (1 + n) / (10 + n)) after n
     updates: the first weights, which are random, are forgotten quickly. It begins with the weights themselves."""
 
-    def __init__(self, states: Sequence["UnitState"], chunks: Sequence[DistributedDataParallel], decay: float) -> None:
+    def __init__(self, states: Sequence[UnitState], chunks: Sequence[DistributedDataParallel], decay: float) -> None:
         self.states, self.chunks, self.decay = states, chunks, decay
         self.values = [Plain(state.weights.decode().clone(), state.weights.main) for state in states]
         """The average of each unit's shard."""

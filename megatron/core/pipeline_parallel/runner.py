@@ -350,7 +350,7 @@ class Runner:
     def _run_backward(self, action: Action) -> None:
         number, chunk = action.micro_batch, action.chunk
         kept = self._forwards.pop((number, chunk))
-        scale = self.task.grad_scale_func or _unscaled
+        scale = self.task.grad_scale_func or (lambda loss: loss)
         if kept.hidden_out is None:
             assert kept.loss is not None
             torch.autograd.backward(scale(kept.loss))
@@ -401,7 +401,3 @@ class Runner:
     def _route(self, action: Action) -> tuple[PipelineP2P, int]:
         assert self.task.p2p is not None and action.peer is not None, action
         return self.task.p2p, action.peer
-
-
-def _unscaled(loss: Tensor) -> Tensor:
-    return loss

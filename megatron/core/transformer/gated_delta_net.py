@@ -1,6 +1,7 @@
 """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention whose state forgets and corrects itself."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -128,7 +129,7 @@ class GatedDeltaNet(MegatronModule):
         document = document_numbers(tokens, hidden_states.device)
         log_rate, bias = map(self._own, (self.A_log, self.dt_bias))
         if inputs.inference_context is None:
-            convolved = self.attend_to_convolved.compute(self._convolved_with_silu, mixed, document)
+            convolved = self.attend_to_convolved.compute(partial(self._convolved, silu=True), mixed, document)
             output = self.attend_to_convolved(convolved, fading, strength, log_rate, bias, document)  # [s, b, v, dv]
         else:
             log_decay = log_decays(fading, log_rate, bias)
@@ -161,9 +162,6 @@ class GatedDeltaNet(MegatronModule):
         if self.cp_group is None:  # no chunk of one part, whose backward would copy the gradient
             return parameter
         return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
-
-    def _convolved_with_silu(self, mixed: Tensor, document: Tensor | None) -> Tensor:
-        return self._convolved(mixed, document, silu=True)
 
     def _convolved(self, mixed: Tensor, document: Tensor | None, silu: bool = False) -> Tensor:
         return self.backend.recurrence.causal_conv(mixed, self._own(self.conv1d.weight), None, document, silu)

@@ -132,7 +132,7 @@ def _passes_over_data(config: PretrainConfig) -> Iterator[Passes]:
 
 def _passes_over(blend: Blend, share: float, wanted: int | None, planned: bool) -> Iterator[Passes]:
     prefixes, weights = blend
-    if planned and not all(map(_exists, prefixes)):
+    if planned and not all(is_url(prefix) or Path(f"{prefix}.idx").exists() for prefix in prefixes):
         return  # the lines of the data contract say so
     sizes = [int(IndexedDataset(prefix).sequence_lengths.sum() * share) for prefix in prefixes]
     parts = normalize(weights if weights is not None else sizes)
@@ -146,10 +146,6 @@ def _regrouping(config: PretrainConfig, tokenizer: Tokenizer) -> RegroupingGain 
     if not config.transformer.hybrid_context_parallel or blend is None or config.data.data_contract is not None:
         return None
     return regrouping_gain(config, blend, tokenizer)
-
-
-def _exists(prefix: str) -> bool:
-    return is_url(prefix) or Path(f"{prefix}.idx").exists()
 
 
 def tokens_to_train_on(config: PretrainConfig) -> int | None:

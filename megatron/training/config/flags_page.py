@@ -3,6 +3,7 @@
 python -m megatron.training.config.flags_page writes the page again.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -36,26 +37,36 @@ def page() -> str:
     honoured = [answer for answer in table if answer.kind == "honoured"]
     lines = [_INTRODUCTION]
     for group in dict.fromkeys(answer.group for answer in honoured):
-        rows = ((answer.spellings, answer.meaning) for answer in honoured if answer.group == group)
+        rows = (
+            ([f"`{name}`" for name in answer.spellings], answer.meaning) for answer in honoured if answer.group == group
+        )
         lines += _section(group, "meaning", rows)
     for kind, title in _OTHERS:
         lines += _section(kind, title, _by_reason(answer for answer in table if answer.kind == kind))
     return "\n".join(lines)
 
 
+_OTHER_FLAG = re.compile(r"(Retired; read as|Another name; read as) (--\S+)\.")
+"""Reasons that differ only in another flag, which then stands behind each flag instead."""
+
+
 def _by_reason(table: Iterable[Answer]) -> Iterator[tuple[list[str], str]]:
-    """Yields the spellings of the flags with the same reason, and that reason as a sentence."""
+    """Yields the flags with the same reason, as code, and that reason as a sentence."""
     found: dict[str, list[str]] = {}
     for answer in table:
-        found.setdefault(f"{answer.reason[0].upper()}{answer.reason[1:]}.", []).extend(answer.spellings)
-    for reason, spellings in found.items():
-        yield spellings, reason
+        reason, behind = f"{answer.reason[0].upper()}{answer.reason[1:]}.", ""
+        other = _OTHER_FLAG.fullmatch(reason)
+        if other:
+            reason, behind = f"{other[1]} the flag in brackets.", f" (`{other[2]}`)"
+        found.setdefault(reason, []).extend(f"`{spelling}`{behind}" for spelling in answer.spellings)
+    for reason, flags in found.items():
+        yield flags, reason
 
 
 def _section(name: str, title: str, rows: Iterable[tuple[Iterable[str], str]]) -> list[str]:
     lines = [f"## {name[0].upper()}{name[1:]}", "", f"| flag | {title} |", "|---|---|"]
-    for spellings, text in rows:
-        lines.append(f"| {', '.join(f'`{spelling}`' for spelling in spellings)} | {text.replace('|', chr(92) + '|')} |")
+    for flags, text in rows:
+        lines.append(f"| {', '.join(flags)} | {text.replace('|', chr(92) + '|')} |")
     return [*lines, ""]
 
 

@@ -16,8 +16,12 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_help_of_a_flag_says_what_the_page_says() -> None:
-    rows = re.findall(r"^\| (`--.*?`) \| (.*) \|$", PAGE, flags=re.MULTILINE)
-    texts = {spelling: text.replace("\\|", "|") for cell, text in rows for spelling in re.findall("`([^`]+)`", cell)}
+    rows = re.findall(r"^\| (`--.*?[`)]) \| (.*) \|$", PAGE, flags=re.MULTILINE)
+    texts = {
+        spelling: text.replace("\\|", "|").replace("the flag in brackets", other)
+        for cell, text in rows
+        for spelling, other in re.findall(r"`([^`]+)`(?: \(`([^`]+)`\))?", cell)
+    }
     assert texts.keys() == {spelling for answer in answers() for spelling in answer.spellings}
     for answer in answers():
         helped = "".join(help_about("x", answer.spellings[0]).split())  # lines of help break inside long names

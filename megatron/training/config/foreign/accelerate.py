@@ -6,10 +6,54 @@ from pathlib import Path
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flags_by_spelling
-from megatron.training.config.foreign.accelerate_fields import ACCELERATE, PREFIXES, SECTIONS
-from megatron.training.config.foreign.answers import Reading, Values, fields, shown, unknown
+from megatron.training.config.foreign.answers import (
+    Reading,
+    Values,
+    answer_table,
+    fields,
+    load_answers,
+    shown,
+    switch,
+    unknown,
+    word,
+)
 from megatron.training.config.foreign.deepspeed import read_deepspeed, read_deepspeed_file
 from megatron.training.config.foreign.files import load_json, load_yaml
+
+
+def _offloads(value: object) -> bool:
+    """Reads what a plugin has: CPUOffload(offload_params) of the first version, CPUOffloadPolicy of the second."""
+    kind = type(value).__name__
+    if kind in ("CPUOffloadPolicy", "OffloadPolicy"):
+        return kind == "CPUOffloadPolicy"
+    return switch(getattr(value, "offload_params", value))
+
+
+def _json_of_plugin(value: object) -> object:
+    """Reads a file's name, the JSON itself, or the HfDeepSpeedConfig that a plugin makes of it."""
+    found = getattr(value, "config", value)
+    return fields(found) if isinstance(found, Mapping) else word(found)
+
+
+PREFIXES = {
+    "megatron_lm_config": "megatron_lm_",
+    "deepspeed_config": "",
+    "fsdp_config": "fsdp_",
+    "parallelism_config": "parallelism_config_",
+    "fp8_config": "fp8_",
+}
+"""Sections, and what may stand before each of their names."""
+
+_TABLES = {
+    section: answer_table(part, offloads=_offloads, json_of_plugin=_json_of_plugin)
+    for section, part in load_answers("accelerate.toml").items()
+}
+SECTIONS = {section: _TABLES[section] for section in PREFIXES}
+
+ACCELERATE = _TABLES["cluster"] | {
+    f"{section}.{name}": answer for section, table in SECTIONS.items() for name, answer in table.items()
+}
+"""Every field, with its section."""
 
 _SECTION_OF = {"MEGATRON_LM": "megatron_lm_config", "DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
 _PLUGINS = {"MegatronLMPlugin": "MEGATRON_LM", "DeepSpeedPlugin": "DEEPSPEED", "FullyShardedDataParallelPlugin": "FSDP"}

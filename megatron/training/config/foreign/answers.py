@@ -2,8 +2,10 @@
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron.training.config.flag_table import flag_table
@@ -30,35 +32,46 @@ class Answer:
     """Values that ask for nothing, so that they are neither refused nor worth a line."""
 
 
-def becomes(name: str, convert: Callable[[object], object] = lambda value: value) -> Answer:
-    """Returns the answer to a setting that is the flag of this field."""
-    return Answer("honoured", f"`{flag_table()[name].spelling}`", name, convert)
+def answer_table(part: Mapping[str, Any], **readers: Callable[[object], object]) -> dict[str, Answer]:
+    """Returns the answers in a part of a .toml file of this folder, by name. The part has:
+
+    - `accepted`: lists of names, the reason, and values that print no line (None and False never do);
+    - `refused`: lists of names, the reason, and values that ask for nothing (None never does; False does not either if
+      the list has no others);
+    - `same_named`: lists of a reader and names, which are also those of the fields that they become;
+    - [flags]: for each name the field that it becomes, and the reader of its value;
+    - [read]: for each name a text about the flags that it becomes, and the reader; code makes these flags.
+
+    Names are separated by blanks; one that ends in a dot is the section of those behind it. A reader is a function of
+    this file that converts a value, or one of `readers`. Without one the value stays as it is.
+    """
+    readers = {"as_given": lambda value: value} | _READERS | readers
+    found: dict[str, Answer] = {}
+    becomes = {name: (name, reader) for reader, names in part.get("same_named", ()) for name in _names(names)}
+    becomes |= {name: (*words.split(), "as_given")[:2] for name, words in part.get("flags", {}).items()}
+    for name, (of, reader) in becomes.items():
+        found[name] = Answer("honoured", f"`{flag_table()[of].spelling}`", of, readers[reader])
+    for name, (text, *reader) in part.get("read", {}).items():
+        found[name] = Answer("honoured", text, None, readers[reader[0] if reader else "as_given"])
+    for names, reason, *harmless in part.get("accepted", ()):
+        found |= dict.fromkeys(_names(names), Answer("accepted", reason, harmless=(None, False, *harmless)))
+    for names, reason, *harmless in part.get("refused", ()):
+        found |= dict.fromkeys(_names(names), Answer("refused", reason, harmless=(None, *(harmless or (False,)))))
+    return found
 
 
-def same_named(names: str, convert: Callable[[object], object] = lambda value: value) -> dict[str, Answer]:
-    """Returns the answers to settings, separated by blanks, that have the names of the fields that they become."""
-    return {name: becomes(name, convert) for name in names.split()}
+def _names(text: str) -> Iterator[str]:
+    section = ""
+    for name in text.split():
+        if name.endswith("."):
+            section = name
+        else:
+            yield section + name
 
 
-def read_by(text: str, convert: Callable[[object], object] = lambda value: value) -> Answer:
-    """Returns the answer to a setting that a reader function turns into flags. The text says which."""
-    return Answer("honoured", text, None, convert)
-
-
-def accepted(reason: str, *harmless: object) -> Answer:
-    """Returns the answer to a setting that cannot change a result here. None, False and `harmless` print no line."""
-    return Answer("accepted", reason, harmless=(None, False, *harmless))
-
-
-def refused(reason: str, *harmless: object) -> Answer:
-    """Returns the answer to a setting that would change the run in a way that is not offered. None and `harmless` ask
-    for nothing; without `harmless` False does too."""
-    return Answer("refused", reason, harmless=(None, *(harmless or (False,))))
-
-
-def answers_of(answer: Answer, names: str, section: str = "") -> dict[str, Answer]:
-    """Returns the same answer to several names, which blanks separate, in a section."""
-    return {f"{section}.{name}" if section else name: answer for name in names.split()}
+def load_answers(file: str) -> dict[str, Any]:
+    """Returns the parts of a .toml file of this folder."""
+    return tomllib.loads((Path(__file__).parent / file).read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -219,3 +232,11 @@ def fields(value: object) -> Values:
     if not isinstance(value, Mapping):
         raise ValueError("expected fields and values")
     return {str(name): one for name, one in value.items()}
+
+
+def steps(value: object) -> int:
+    """Returns a whole number of steps; infinity is more than any run has. Raises ValueError."""
+    return 10**9 if value in (math.inf, "inf") else whole(value)
+
+
+_READERS = {reader.__name__: reader for reader in (number, whole, steps, switch, word, words, fields)}

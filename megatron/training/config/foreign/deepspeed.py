@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.exceptions import UserError
-from megatron.training.config.foreign.answers import AUTO, Reading, Values, shown
-from megatron.training.config.foreign.deepspeed_keys import DEEPSPEED
+from megatron.training.config.foreign.answers import AUTO, Reading, Values, answer_table, load_answers, shown
 from megatron.training.config.foreign.deepspeed_optimizer import read_optimizer, read_scheduler
 from megatron.training.config.foreign.files import load_json
+
+DEEPSPEED = answer_table(load_answers("deepspeed.toml"))
+"""Every key, with the sections that lead to it, joined by dots."""
 
 _OLD_NAMES = {"bfloat16": "bf16"}
 _MODEL_TYPES = {"fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}

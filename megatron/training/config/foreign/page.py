@@ -3,12 +3,13 @@
 python -m megatron.training.config.foreign.page writes the page again.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron.training.config.foreign.accelerate_fields import ACCELERATE
+from megatron.training.config.foreign.accelerate import ACCELERATE
 from megatron.training.config.foreign.answers import Answer
-from megatron.training.config.foreign.deepspeed_keys import DEEPSPEED
+from megatron.training.config.foreign.deepspeed import DEEPSPEED
 from megatron.training.config.foreign.training_arguments import TRAINING_ARGUMENTS
 
 _INTRODUCTION = """# Settings of DeepSpeed, Accelerate and Transformers
@@ -31,6 +32,10 @@ _TABLES: tuple[tuple[str, Mapping[str, Answer]], ...] = (
 )
 
 
+_SAME_NAME = "the flag of the same name, such as `--lr-decay-style` of `lr_decay_style`"
+_FLAG_BEHIND = "the flag in brackets"
+
+
 def page() -> str:
     """Returns the text of docs/framework_keys.md."""
     lines = [_INTRODUCTION]
@@ -44,7 +49,12 @@ def _rows(table: Mapping[str, Answer]) -> Iterator[str]:
     """Yields a row for each answer, with all names that share it."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, answer in table.items():
-        names.setdefault((answer.kind, answer.text), []).append(f"`{name}`")
+        text, shown = answer.text, f"`{name}`"
+        if name.rpartition(".")[2] == answer.field:
+            text = _SAME_NAME
+        elif re.fullmatch(r"`--[\w-]+`", text):
+            text, shown = _FLAG_BEHIND, f"{shown} ({text})"
+        names.setdefault((answer.kind, text), []).append(shown)
     for (kind, text), found in names.items():
         yield f"| {', '.join(found)} | {kind} | {text.replace('|', chr(92) + '|')} |"
 

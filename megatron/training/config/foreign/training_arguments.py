@@ -1,4 +1,4 @@
-"""The fields of TrainingArguments of Transformers, and how each is answered; release 5.24 has these."""
+"""The fields of TrainingArguments of Transformers as flags."""
 
 import math
 from collections.abc import Mapping
@@ -7,26 +7,16 @@ from pathlib import Path
 from megatron.core.exceptions import UserError
 from megatron.training.config.foreign.accelerate import read_accelerate
 from megatron.training.config.foreign.answers import (
-    Answer,
     Reading,
     Values,
-    accepted,
-    answers_of,
-    becomes,
+    answer_table,
     fields,
+    load_answers,
     number,
-    read_by,
-    refused,
     shown,
-    switch,
-    whole,
     words,
 )
 from megatron.training.config.foreign.deepspeed import read_deepspeed, read_deepspeed_file
-
-_SAME = "the result is the same"
-_LOOP = "the training loop is ours"
-_HUB = "nothing is uploaded; save_model writes a folder that `hf upload` takes"
 
 _WITHOUT_WORDS = "true"
 
@@ -42,117 +32,10 @@ def _attributes(value: object) -> Values:
     return fields(value if isinstance(value, Mapping) else getattr(value, "__dict__", value))
 
 
-TRAINING_ARGUMENTS: dict[str, Answer] = {
-    "output_dir": read_by("`--save output_dir/checkpoints`, and the place of metrics"),
-    "per_device_train_batch_size": becomes("micro_batch_size", whole),
-    "per_device_eval_batch_size": becomes("eval_micro_batch_size", whole),
-    "gradient_accumulation_steps": becomes("gradient_accumulation_steps", whole),
-    "num_train_epochs": read_by("`--train-iters`: epochs x samples / global batch size, rounded up", number),
-    "max_steps": read_by("`--train-iters`, if above 0", whole),
-    "learning_rate": becomes("lr", number),
-    "lr_scheduler_type": read_by(
-        "`--lr-decay-style`: linear, cosine, cosine_with_min_lr, constant, constant_with_warmup, inverse_sqrt; others "
-        "are refused by name"
-    ),
-    "lr_scheduler_kwargs": read_by("min_lr and min_lr_rate: `--min-lr`; others are refused by name", fields),
-    "warmup_steps": read_by("`--lr-warmup-iters`; below 1 `--lr-warmup-fraction`", number),
-    "optim": read_by("AdamW in every implementation: `--optimizer adam`; sgd: `--optimizer sgd`; others are refused"),
-    "optim_args": refused("--help optimizer lists the settings of the optimizer: give them as flags", ""),
-    "optim_target_modules": refused("all matrices are trained in one way"),
-    "weight_decay": becomes("weight_decay", number),
-    "adam_beta1": becomes("adam_beta1", number),
-    "adam_beta2": becomes("adam_beta2", number),
-    "adam_epsilon": becomes("adam_eps", number),
-    "max_grad_norm": becomes("clip_grad", number),
-    "average_tokens_across_devices": becomes("calculate_per_token_loss", switch),
-    "label_smoothing_factor": refused("losses are not smoothed", 0, 0.0),
-    "neftune_noise_alpha": refused("embeddings get no noise"),
-    "bf16": becomes("bf16", switch),
-    "fp16": becomes("fp16", switch),
-    "gradient_checkpointing": read_by(
-        "`--recompute-granularity full --recompute-method uniform` for each layer", switch
-    ),
-    "activation_checkpointing": read_by("as `gradient_checkpointing`", switch),
-    "logging_steps": read_by("`--log-interval`; below 1 it is a share of the steps", number),
-    "logging_strategy": read_by("steps; epoch: `--log-interval` of an epoch; no: one line at the end"),
-    "report_to": read_by(
-        "tensorboard: `--tensorboard-dir output_dir/runs`; wandb: `--wandb-project`; mlflow, comet_ml: `--log-to`; "
-        "others are refused by name",
-        words,
-    ),
-    "run_name": read_by("`--wandb-exp-name`"),
-    "project": read_by("`--wandb-project`"),
-    "eval_strategy": read_by("`--eval-interval`: steps or epoch; no: only `evaluate()`"),
-    "eval_steps": read_by(
-        "`--eval-interval`; logging_steps if it is not given; below 1 it is a share of the steps", number
-    ),
-    "eval_delay": read_by("`--start-eval-at-iter`", number),
-    "save_strategy": read_by(
-        "`--save-interval`: steps or epoch; no: one checkpoint at the end, which save_model reads"
-    ),
-    "save_steps": read_by("`--save-interval`; below 1 it is a share of the steps", number),
-    "save_total_limit": becomes("keep_last", whole),
-    "save_only_model": becomes("no_save_optim", switch),
-    "seed": becomes("seed", whole),
-    "data_seed": refused("--seed is also that of the order of samples"),
-    "full_determinism": becomes("deterministic_mode", switch),
-    "dataloader_num_workers": becomes("num_workers", whole),
-    "train_sampling_strategy": read_by("random: `--dataloader-type cyclic`; sequential: the data set's own order"),
-    "ddp_timeout": read_by("`--distributed-timeout-minutes`, rounded up", number),
-    "ddp_backend": becomes("distributed_backend"),
-    "fsdp": read_by(
-        "as `fsdp_config.sharding_strategy` of `--accelerate-config`; offload moves the optimizer's state", _fsdp_words
-    ),
-    "fsdp_config": read_by("as `fsdp_config` of `--accelerate-config`", fields),
-    "deepspeed": read_by("`--deepspeed-config`; also a dict"),
-    "parallelism_config": read_by("as `parallelism_config` of `--accelerate-config`", _attributes),
-    "resume_from_checkpoint": read_by("`--load`; `train(resume_from_checkpoint=True)` continues in output_dir"),
-    "eval_on_start": refused("an evaluation before the first step is `evaluate()` before `train()`"),
-    "load_best_model_at_end": refused("the last weights are kept; --save-retain-interval keeps older checkpoints"),
-    "auto_find_batch_size": refused("--dry-run says which batch fits into memory"),
-    "ignore_data_skip": refused("a resumed run continues with the samples that it has not seen"),
-    "include_for_metrics": refused("the loop has losses, not logits: --eval-tasks scores tasks"),
-    "batch_eval_metrics": refused("the loop has losses, not logits: --eval-tasks scores tasks"),
-    "debug": refused("a non-finite value is found and printed without it", "", []),
-    "use_cache": accepted("training keeps no keys and values"),
-    "bf16_full_eval": accepted("an evaluation computes as training does"),
-    "fp16_full_eval": accepted("an evaluation computes as training does"),
-    "metric_for_best_model": accepted("it is about load_best_model_at_end"),
-    "greater_is_better": accepted("it is about load_best_model_at_end"),
-    "length_column_name": accepted("it is about grouping by length", "length"),
-    "logging_first_step": accepted("the metrics file has every step"),
-    "logging_nan_inf_filter": accepted("losses are logged as they are", True),
-    "label_names": accepted("the labels are those of the next token", ["labels"]),
-    "remove_unused_columns": accepted("input_ids, labels and attention_mask are read", True),
-    "local_rank": accepted("torchrun sets the environment variable LOCAL_RANK", -1),
-    "dataloader_drop_last": accepted("every batch is full: an epoch's rest continues with the next epoch"),
-    **answers_of(refused(_HUB), "push_to_hub hub_always_push"),
-    **answers_of(
-        accepted(_HUB, "every_save"),
-        "hub_token hub_private_repo hub_model_id hub_strategy hub_revision",
-    ),
-    **answers_of(accepted("it is about Trackio"), "trackio_space_id trackio_bucket_id trackio_static_space_id"),
-    **answers_of(
-        accepted(f"our own kernels compute, and {_SAME}"),
-        "torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config tf32",
-    ),
-    **answers_of(
-        accepted("--recompute-granularity and its flags say what is recomputed"),
-        "gradient_checkpointing_kwargs activation_checkpointing_kwargs",
-    ),
-    **answers_of(
-        accepted(f"buffers and loaders are ours, and {_SAME}", True, 25),
-        "torch_empty_cache_steps dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
-        "dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters ddp_bucket_cap_mb "
-        "ddp_broadcast_buffers ddp_static_graph eval_accumulation_steps accelerator_config",
-    ),
-    **answers_of(
-        accepted(_LOOP, True, "passive", "warning", "no"),
-        "disable_tqdm log_level log_level_replica log_on_each_node include_num_input_tokens_seen prediction_loss_only "
-        "eval_do_concat_batches eval_use_gather_object save_on_each_node enable_jit_checkpoint "
-        "restore_callback_states_from_checkpoint skip_memory_metrics do_train do_eval do_predict use_cpu",
-    ),
-}
+TRAINING_ARGUMENTS = answer_table(
+    load_answers("training_arguments.toml"), fsdp_words=_fsdp_words, attributes=_attributes
+)
+"""Every field."""
 
 _STYLES = {
     "linear": "linear",

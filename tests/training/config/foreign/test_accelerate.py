@@ -10,8 +10,7 @@ import yaml
 from support.command_lines import configured, problems_of
 
 from megatron.core.exceptions import UserError
-from megatron.training.config.foreign.accelerate import read_accelerate, read_plugin
-from megatron.training.config.foreign.accelerate_fields import ACCELERATE
+from megatron.training.config.foreign.accelerate import ACCELERATE, read_accelerate, read_plugin
 
 BASE = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --mock-data "

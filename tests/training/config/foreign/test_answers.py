@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron.training.config.foreign.accelerate import read_accelerate
-from megatron.training.config.foreign.accelerate_fields import ACCELERATE, SECTIONS
+from megatron.training.config.foreign.accelerate import ACCELERATE, SECTIONS, read_accelerate
 from megatron.training.config.foreign.answers import number, unknown, whole
-from megatron.training.config.foreign.deepspeed import read_deepspeed
-from megatron.training.config.foreign.deepspeed_keys import DEEPSPEED
+from megatron.training.config.foreign.deepspeed import DEEPSPEED, read_deepspeed
 from megatron.training.config.foreign.training_arguments import TRAINING_ARGUMENTS, read_training_arguments
 
 VALUES: tuple[Any, ...] = (

@@ -9,8 +9,7 @@ from support.command_lines import configured, problems_of
 from support.runs import GPT, run_script, train, train_on_ranks
 
 from megatron.training.config.foreign.answers import Answer
-from megatron.training.config.foreign.deepspeed import read_deepspeed
-from megatron.training.config.foreign.deepspeed_keys import DEEPSPEED
+from megatron.training.config.foreign.deepspeed import DEEPSPEED, read_deepspeed
 from megatron.training.inspection.run_description import command_line_of
 
 BASE = (
