@@ -53,7 +53,7 @@ class PeerMemory(Protocol):
     copies: Lane
     """Lane for data and the words that announce it."""
     signals: Lane
-    """Lane for words that must not delay later copies."""
+    """Lane for words, and small copies, that must not delay later copies."""
 
     def view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns the tensor at byte `start` of a rank's memory."""

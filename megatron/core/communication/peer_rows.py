@@ -54,12 +54,14 @@ class PeerRows:
         lane.follow()
         for other in self._others:
             lane.write(other, self._ready(self.rank), self.number)
-        lane.copy(parts[self.rank], self.memory.view(self.rank, start, shape, out.dtype))
+        beside = self.memory.signals  # so that the links need not wait for this rank's own rows
+        beside.follow()
+        beside.copy(parts[self.rank], self.memory.view(self.rank, start, shape, out.dtype))
         for other in self._others:
             lane.wait(self._ready(other), self.number)
             lane.copy(parts[other], self.memory.view(other, start, shape, out.dtype))
             lane.write(other, self._read(self.rank), self.number)
-        return CopiedRows(out, lane.mark())
+        return CopiedRows(out, (beside.mark(), lane.mark()))
 
     def wait_for_readers(self) -> None:
         """Lets the current stream wait until all ranks have copied this rank's rows, for all gathers so far. Call it
@@ -75,12 +77,13 @@ class PeerRows:
 class CopiedRows:
     """A gather that has been started: a `Pending`."""
 
-    def __init__(self, tensor: Tensor, finish: Callable[[], None]) -> None:
-        self.tensor, self._finish = tensor, finish
+    def __init__(self, tensor: Tensor, waits: Sequence[Callable[[], None]]) -> None:
+        self.tensor, self._waits = tensor, waits
 
     def wait(self) -> Tensor:
         """Returns the rows of all ranks, ready for later kernels of the current stream."""
-        self._finish()
+        for wait in self._waits:
+            wait()
         return self.tensor
 
 

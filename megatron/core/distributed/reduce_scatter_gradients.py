@@ -27,6 +27,11 @@ from megatron.core.parameters import info_of
 from megatron.core.utils.torch_private import BackwardEndCallback
 
 
+def small_bytes(sizes: Sequence[int]) -> int:
+    """Returns the bytes of whole gradients up to which a unit is small, from those of all units."""
+    return max(sizes, default=0) // 64
+
+
 class TransientGradients:
     """The whole gradients of one unit, which have memory only while needed, and this rank's shard of their sum."""
 
@@ -43,7 +48,8 @@ class TransientGradients:
         self.reduction = reduction
         self.wire_dtype = wire_dtype
         self.whole = torch.empty(unit.plan.numel, dtype=unit.plan.grad_dtype, device=unit.device)
-        self._nbytes = self.whole.untyped_storage().nbytes()
+        self.nbytes = self.whole.untyped_storage().nbytes()
+        """Bytes of the whole gradients while they have memory."""
         self.num_accumulated = 0
         """Number of contributions in the whole gradients."""
         self.seen = 0
@@ -59,7 +65,7 @@ class TransientGradients:
         """Allocates the whole gradients, which count as zeros, before a contribution is written."""
         self.finish()
         if self.whole.untyped_storage().nbytes() == 0:
-            self.whole.untyped_storage().resize_(self._nbytes)
+            self.whole.untyped_storage().resize_(self.nbytes)
             zero_or_mark(self.whole, self.unit.main_grads)
 
     def start(self) -> None:
@@ -128,7 +134,9 @@ class ReduceScatterGradients:
             self._bind(unit, transient)
         self._next = 0
         """Index in `units` of the first one that is not yet reduced in this micro-batch."""
-        self._reducing: TransientGradients | None = None
+        self._reducing: list[TransientGradients] = []
+        """Units whose reduction has begun and has not been waited for, the oldest first."""
+        self._small_bytes = small_bytes([transient.nbytes for transient in self.units])
         self._backward_end = BackwardEndCallback(self._backward_ended)
         self._defers = False
         """Whether weight gradients are being deferred, so that no unit is complete."""
@@ -197,17 +205,18 @@ class ReduceScatterGradients:
             self._next += 1
 
     def _start(self, transient: TransientGradients) -> None:
-        # At most one reduction has memory beside the unit that backward writes.
-        self._finish_reducing()
+        # Beside the unit that backward writes, one reduction has memory, and small ones: the norm before the head does
+        # not wait for the head's.
+        if transient.nbytes > self._small_bytes:
+            self._finish_reducing()
         transient.start()
-        self._reducing = transient
+        self._reducing.append(transient)
         if not self.overlap:
-            transient.finish()
+            self._finish_reducing()
 
     def _finish_reducing(self) -> None:
-        if self._reducing is not None:
-            self._reducing.finish()
-            self._reducing = None
+        while self._reducing:
+            self._reducing.pop(0).finish()
 
     def _backward_ended(self) -> None:
         if not self._defers:
@@ -292,4 +301,4 @@ class ReduceScatterGradients:
             transient.discard()
         for shards in self.shards:
             shards.flat.zero_()
-        self._reducing, self._next, self._finished = None, 0, False
+        self._reducing, self._next, self._finished = [], 0, False

@@ -17,6 +17,7 @@ from torch import nn
 from megatron.core.adapters.nf4 import nf4_bytes
 from megatron.core.distributed import weight_file
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.reduce_scatter_gradients import small_bytes
 from megatron.core.distributed.sharding_strategy import Sharding, sharded_weights, shardings
 from megatron.core.distributed.units import UnitPlan, named_infos, plan_frozen_units, plan_units
 from megatron.core.exceptions import UserError
@@ -298,7 +299,7 @@ def _gathered_weights(shard: ModelShard, config: DistributedDataParallelConfig) 
 
 def _gathered_gradients(shard: ModelShard, overlap: bool) -> int:
     """Returns the largest number of bytes of whole gradients. One unit is computed at a time; with overlap the
-    reduction of the previous unit is still running, and that of the last unit of every other chunk. The gradient of an
+    reductions of units before it are still running, and that of the last unit of every other chunk. The gradient of an
     embedding that the head shares stays until backward reaches it."""
     opened = [_opened(shard, chunk) for chunk in range(len(shard.plans))]
     most = 0
@@ -306,7 +307,18 @@ def _gathered_gradients(shard: ModelShard, overlap: bool) -> int:
         tied = int(_head_is_tied(shard.stages[chunk], shard.plans[chunk]))
         others = sum(sum(other[:1]) for other in opened) - sum(sizes[:1]) if overlap else 0
         around = _around(shard.plans[chunk], sizes)[tied:]
-        most = max(most, sum(sizes[:tied]) + _largest_run(sizes[tied:], 2 if overlap else 1, around) + others)
+        most = max(most, sum(sizes[:tied]) + _most_while_reducing(sizes[tied:], around, overlap) + others)
+    return most
+
+
+def _most_while_reducing(sizes: Sequence[int], around: Sequence[int], overlap: bool) -> int:
+    """Returns the largest sum of a unit, of those around it, and with overlap of the units that are still being
+    reduced: the one behind it, and small ones between."""
+    most, reducing = 0, 0
+    for size, outer in zip(reversed(sizes), reversed(around), strict=True):
+        most = max(most, size + outer + reducing)
+        if overlap:
+            reducing = size + (0 if size > small_bytes(sizes) else reducing)
     return most
 
 

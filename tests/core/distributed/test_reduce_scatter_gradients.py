@@ -1,5 +1,7 @@
 """Sharded gradients on one rank: the sum of all micro-batches, with memory for whole gradients only while needed."""
 
+from unittest import mock
+
 import pytest
 import torch
 from support.small_models import SmallModel, batch
@@ -9,7 +11,7 @@ from megatron.core.distributed import reduce_scatter_gradients
 from megatron.core.distributed.buckets import TwoLevelReduction
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.main_grad import BufferMainGrad, WeightGradientQueue, zero_or_mark
-from megatron.core.distributed.reduce_scatter_gradients import ReduceScatterGradients
+from megatron.core.distributed.reduce_scatter_gradients import ReduceScatterGradients, TransientGradients
 from megatron.core.distributed.reductions import Reduction
 from megatron.core.distributed.sharding_strategy import Sharding, ShardingStrategy
 from megatron.core.distributed.units import plan_units
@@ -77,6 +79,25 @@ def test_what_memory_holds_when_it_comes_does_not_count(monkeypatch: pytest.Monk
             transient.finish()
     gradients.finish()
     check(units, 0)
+
+
+def test_a_small_unit_does_not_wait_for_the_reduction_before_it() -> None:
+    model, _, gradients = sharded(overlap=True)
+    in_flight: list[int] = []
+    start = TransientGradients.start
+
+    def counted(transient: TransientGradients) -> None:
+        in_flight.append(len(gradients._reducing))
+        start(transient)
+
+    with mock.patch.object(TransientGradients, "start", counted):
+        for small, most in ((0, 0), (gradients.units[1].nbytes, 1)):
+            gradients._small_bytes = small
+            in_flight.clear()
+            gradients.reset()
+            model(*batch(0)).backward()
+            gradients.finish()
+            assert in_flight[1] == most
 
 
 def test_numbers_of_contributions_are_learned() -> None:
