@@ -14,6 +14,7 @@ from support.gpus import two_ranks
 from support.small_models import SmallModel, batch
 from torch import Tensor
 
+from megatron.core.communication.peer_memory import WITHOUT_SHARED_MEMORY
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters import info_of
@@ -54,16 +55,42 @@ def on_this_rank(average: bool, per_token: bool, overlap: bool) -> dict[str, Any
     return seen
 
 
+def fully_sharded(shares: bool) -> tuple[bool, list[Tensor]]:
+    """Three steps with sharded weights; whether ranks copied them from each other's memory, and what this rank has."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if not shares:
+        WITHOUT_SHARED_MEMORY.add(group)
+    model = SmallModel().cuda()
+    settings = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    )
+    ddp = DistributedDataParallel(model.config, settings, model)
+    WITHOUT_SHARED_MEMORY.discard(group)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, clip_grad=0.5), [ddp])
+    for step in range(3):
+        ddp.zero_grad_buffer()
+        ids, labels, mask = (t.cuda() for t in batch(2 * step + dist.get_rank()))
+        ddp(ids, labels, mask).backward()
+        finalize_model_grads([ddp])
+        optimizer.step_on_device(torch.tensor(True, device="cuda"))
+    copied = all(unit._peers is not None for unit in ddp.units)
+    return copied, [unit.weight_shard.cpu() for unit in ddp.units]
+
+
 def main(answers: Path) -> None:
     parallel_state.initialize_model_parallel()
     seen = {case: on_this_rank(*case) for case in ((False, False, False), (True, False, True), (False, True, True))}
     timers = Timers(1, "minmax")
     timers("step", log_level=1).start(barrier=True)
     timers("step").stop()
+    sharded = [fully_sharded(shares) for shares in (True, False)]
     text = timers.get_all_timers_string(["step"], barrier=True)
     host = torch.ones(1)
     dist.all_reduce(host, group=parallel_state.get_data_parallel_group_gloo())
-    (answers / f"{dist.get_rank()}").write_bytes(pickle.dumps((seen, text, float(host))))
+    (answers / f"{dist.get_rank()}").write_bytes(pickle.dumps((seen, text, float(host), sharded)))
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -95,7 +122,7 @@ def error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def test_gradients_replicas_and_agreement(ranks: list[Any]) -> None:
     for case in ranks[0][0]:
-        first, second = (seen[case] for seen, _, _ in ranks)
+        first, second = (seen[case] for seen, *_ in ranks)
         assert first["applied"] == second["applied"] == [True, False]
         for step in range(2):
             for name, value in first["gradients"][step].items():
@@ -107,7 +134,13 @@ def test_gradients_replicas_and_agreement(ranks: list[Any]) -> None:
 
 
 def test_timers_and_host_tensors_cross_ranks(ranks: list[Any]) -> None:
-    assert all(text is not None and "step" in text and host == 2.0 for _, text, host in ranks)
+    assert all(text is not None and "step" in text and host == 2.0 for _, text, host, _ in ranks)
+
+
+def test_copies_of_weights_equal_collectives_to_the_bit(ranks: list[Any]) -> None:
+    for *_, ((copied, by_copies), (collected, by_collectives)) in ranks:
+        assert copied and not collected
+        assert all(torch.equal(*pair) for pair in zip(by_copies, by_collectives, strict=True))
 
 
 if __name__ == "__main__":
