@@ -43,7 +43,7 @@ class BufferMainGrad:
         self.can_replace = False
         """Whether the last product could be written over the gradient instead of added to it."""
         self.is_outdated = False
-        """Whether `gradient` counts as zero, whatever is in its memory."""
+        """Whether `gradient` counts as zero, with any numbers in its memory."""
         self._queue: WeightGradientQueue | None = None
         """Keeps deferred products; None: no product is deferred."""
         # Parameters of operations that do not know main gradients get an ordinary `.grad`, which this hook moves.
