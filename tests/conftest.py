@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,11 @@ def torch_varies_again() -> Iterator[None]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the tests of a GPU if none of them is to run: it takes seconds to collect them."""
+    return True if "not gpu" in config.getoption("-m") and collection_path == Path(__file__).parent / "gpu" else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

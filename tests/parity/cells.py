@@ -3,9 +3,9 @@
 Layouts have dimensions (tensor, pipeline, ...); the model and the loss are dimensions of a cell too. `make test`
 (`quick_cells`) runs, for each family of models, cells of up to four ranks that together contain every pair of ways to
 split and every model with each split of its tensors, but for values that are alike (`Family.alike`); a cell for each
-larger or special value; some layouts of eight ranks; and the cells that catch the planted bugs. `make test-all`
-(`slow_cells`) adds all other pairs of values, the pairs that need eight ranks, and every value and every pair of values
-with all models of a family.
+larger or special value that no other has; some layouts of eight ranks; and the cells that catch the planted bugs.
+`make test-all` (`slow_cells`) adds all other pairs of values, the other special layouts, the pairs that need eight
+ranks, and every value and every pair of values with all models of a family.
 """
 
 import functools
@@ -149,11 +149,16 @@ def covering_cells(family: Family, most_ranks: int, given: Iterable[Cell] = ()) 
     return tuple(candidates[number] for number in chosen)
 
 
-def special_cells() -> Iterator[Cell]:
-    """Yields the cells of `make test` with larger and special values, alone or in risky combinations."""
+def special_cells(given: Iterable[Cell] = ()) -> Iterator[Cell]:
+    """Yields the cells of `make test` with larger and special values: for each family those of its further layouts that
+    have a value which neither a `given` cell of the family nor an earlier one has, and the layouts of eight ranks."""
+    given = list(given)
     for family in FAMILIES:
-        cells = list(cells_of(family, family.further))
-        yield from (cell for cell in cells if cell.layout.ranks <= SMALL_WORLD)
+        met = values_of(cell for cell in given if cell.model in family.models)
+        for cell in cells_of(family, family.further):
+            if cell.layout.ranks <= SMALL_WORLD and not met.issuperset(cell.layout.choices):
+                met.update(cell.layout.choices)
+                yield cell
         yield from cells_of(family, family.eight)
 
 
@@ -199,7 +204,8 @@ def singles_and_pairs(family: Family) -> Iterator[Cell]:
 @cache
 def quick_cells() -> tuple[Cell, ...]:
     """Returns the cells of `make test`."""
-    given = dict.fromkeys([*special_cells(), *map(cell_of, names_of_catchers())])
+    catchers = list(map(cell_of, names_of_catchers()))
+    given = dict.fromkeys([*special_cells(catchers), *catchers])
     covering = [cell for family in FAMILIES for cell in covering_cells(family, SMALL_WORLD, given)]
     return tuple(dict.fromkeys([*given, *covering]))
 

@@ -34,7 +34,7 @@ class Family:
     layouts; `make test-all` covers their pairs too."""
     further: list[tuple[str, ...]] = field(default_factory=list)
     """Further layouts, given by the names of their values. `make test-all` tests all models in them; `make test` tests
-    one model in each layout of up to four ranks."""
+    one model in those of up to four ranks that have a value which its other cells lack."""
     eight: list[tuple[str, ...]] = field(default_factory=list)
     """Layouts of eight ranks, tested with one model in `make test` and with all models in `make test-all`."""
     rare: list[tuple[str, ...]] = field(default_factory=list)
@@ -89,9 +89,9 @@ _PLAIN = Family(
     "dense models",
     DENSE,
     {name: choices[:1] if name == _NOT_FOR_ALL else choices for name, choices in DIMENSIONS.items()},
-    # Stages of other sizes than those of pp2; a schedule that zb-v and further layouts with zb-h1 stand for; parts of
-    # optim_grads_params; another exchange of the keys that p2p moves.
-    alike=("pp2-uneven", "pp2-zb-h1", "dp2", "dp2-optim_grads"),
+    # sp2 without its split of tokens; stages of other sizes than those of pp2; a schedule that zb-v and further layouts
+    # with zb-h1 stand for; another exchange of the keys that p2p moves; parts of optim_grads_params.
+    alike=("tp2", "pp2-uneven", "pp2-zb-h1", "cp2-a2a", "dp2", "dp2-optim_grads"),
     further=[
         *((value.name,) for choices in FURTHER.values() for value in choices if _suits(value, DENSE)),
         *_cells(
@@ -104,12 +104,13 @@ _PLAIN = Family(
     ],
     eight=_cells(
         "sp2+pp2+cp2-p2p sp2+cp2-a2a+dp2-optim_grads_params cp2-p2p+pp2+dp2-optim+pp-before-dp "
-        "sp2+dp4-hybrid pp2-interleaved+dp4-hybrid cp2-by-layer+dp4-hybrid sp2+cp2-dynamic+dp2"
+        "sp2+dp4-hybrid pp2-interleaved+dp4-hybrid cp2-by-layer+dp4-hybrid"
     ),
     rare=_cells(
         "pp8-layout dp8-hybrid sp2+cp4-levels tp4+cp2-p2p pp2-zb-v+cp4-p2p pp2-variable+sp2+cp2-a2a "
         "sp2+pp2-interleaved+offload pp2-zb-h1+dp2-optim_grads_params+offload "
-        "sp2-pieces+cp2-p2p+dp2-optim_grads_params sp2-pieces+pp2-interleaved+recompute-all-parts"
+        "sp2-pieces+cp2-p2p+dp2-optim_grads_params sp2-pieces+pp2-interleaved+recompute-all-parts "
+        "sp2+cp2-dynamic+dp2"
     ),
 )
 

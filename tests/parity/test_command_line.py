@@ -154,7 +154,7 @@ CELLS = [
     Cell("t5", "pp2", "tp2", words=True),
     Cell("t5", "sp2", "zero1", "fp32"),
 ]
-FAST = ["llama-tp2-pp2-fp64-words", "hybrid-tp2-pp2-fp64-words", "experts-ep2-pp2-fp64-words", "t5-pp2-tp2-fp64-words"]
+FAST = ["llama-tp2-pp2-fp64-words", "experts-ep2-pp2-fp64-words"]
 
 RUN = (
     "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 4 --lr-warmup-iters 1 --clip-grad 1.0 "

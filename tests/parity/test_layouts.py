@@ -57,7 +57,13 @@ def test_layout_in_float32(pool: Pool, name: str) -> None:
     assert not judge(expected, ranks, to_the_bit=False).beyond(1e-5)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Finds the cells of `test_slow_layout`, which takes seconds, unless slow tests are left out."""
+    if metafunc.function is test_slow_layout:
+        cells = () if "not slow" in metafunc.config.getoption("-m") else slow_cells()
+        metafunc.parametrize("cell", cells, ids=lambda cell: cell.name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", slow_cells(), ids=lambda cell: cell.name)
 def test_slow_layout(pool: Pool, cell: Cell) -> None:
     assert not disagreements(pool, cell, steps=3)

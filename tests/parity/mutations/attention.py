@@ -12,7 +12,6 @@ LATENT = [
         "copy_to_tensor_model_parallel_region(shared_key.contiguous(), self.tp_group)",
         "shared_key.contiguous()",
         "mla-packed/tp2/default",
-        quick=True,
     ),
     Mutation(
         "down-projection-not-summed",

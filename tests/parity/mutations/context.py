@@ -18,7 +18,6 @@ CONTEXT = [
         "return all_reduce(tokens.clone(), self.groups.cp)",
         "return tokens",
         "gpt2/cp2-p2p/default",
-        quick=True,
     ),
     Mutation(
         "not-reduced-over-context",

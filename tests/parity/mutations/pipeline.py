@@ -50,7 +50,6 @@ PIPELINE = [
         "self._gradients.pop((number, chunk)).wait().to(kept.dtype)",
         "self._gradients.pop((number, chunk)).wait().to(kept.dtype) / self.task.num_microbatches",
         "mqa/pp2/default",
-        quick=True,
     ),
     Mutation(
         "tokens-of-one-stage",
