@@ -30,6 +30,7 @@ subprocess.run(words if sys.argv[2] else words[4:], env={**os.environ, "RANK": "
 """
 
 
+@pytest.mark.slow_cases("mark1-False-in a shell")  # it takes the time that a rank would take to end
 @pytest.mark.parametrize("wrapped", ["", "in a shell"])
 @pytest.mark.parametrize(("mark", "ends"), [({"TORCHELASTIC_RUN_ID": "none"}, True), ({}, False)])
 def test_a_rank_ends_soon_after_its_launcher_is_killed(wrapped: str, mark: dict[str, str], ends: bool) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion.saved_models import LLAMA, VOCAB_SIZE, build_random, config_of
+from conversion import saved_models
+from conversion.saved_models import LLAMA, VOCAB_SIZE, build_random
 
 from megatron.conversion.family_choice import choose_family
 from megatron.core.exceptions import UserError
@@ -19,6 +20,8 @@ from megatron.training.config.model import ModelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import is_of_run
 from megatron.training.inspection.run_description import words_of
+
+config_of = functools.cache(saved_models.config_of)
 
 OF_OTHER_SCRIPTS = (
     "bert_num_tokentypes",

@@ -82,7 +82,10 @@ def test_commands_of_page_run(page: Path, checkout: Path) -> None:
 
 
 # The example's model itself is tested in tests/examples. The slow pages begin with commands like those of the README.
-@pytest.mark.slow_cases("docs/data.md", "docs/checkpoints.md", "docs/planning.md", "docs/handing_on.md")
+@pytest.mark.slow_cases(
+    "docs/data.md", "docs/checkpoints.md", "docs/planning.md", "docs/handing_on.md", "docs/parallelism.md",
+    "docs/moe.md", "docs/adapting.md", "docs/recipes.md",
+)  # fmt: skip
 @pytest.mark.parametrize("page", [page for page in PAGES_WITH_COMMANDS if page != EXAMPLE], ids=name_of)
 def test_first_command_of_page_runs(page: Path, checkout: Path) -> None:
     first = next(block for block in bash_blocks(page) if block not in NOT_HERE)

@@ -146,7 +146,7 @@ def test_data_that_ends_within_a_step_is_said(corpus, layout):
     said = "the training data ended in iteration 2 of 3; lower --train-iters to 1 or give more data"
     if layout:
         # The rank that has no data says so at once; the other one waits for it.
-        with Pool(2, patience=2.0) as pool, pytest.raises(AssertionError, match=said):
+        with Pool(2, patience=0.5) as pool, pytest.raises(AssertionError, match=said):
             pool.run(train_on_six_samples, 2, flags)
     else:
         with pytest.raises(UserError, match=said):

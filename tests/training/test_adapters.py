@@ -237,8 +237,8 @@ def test_zero_3_shards_frozen_weights(wide: Path) -> None:
 
 def test_frozen_weights_in_a_file(base: Path, tmp_path: Path) -> None:
     zero_3 = f"{flags_of(base, LORA, 2)} {FSDP} optim_grads_params"
-    in_memory = train_on_ranks(zero_3, 2, base=SHAPE)
-    in_file = train_on_ranks(f"{zero_3} --param-nvme-offload-path {tmp_path}", 2, base=SHAPE)
+    runs = [zero_3, f"{zero_3} --param-nvme-offload-path {tmp_path}"]
+    in_memory, in_file = zip(*train_all_on_ranks(runs, 2, base=SHAPE), strict=True)
     assert in_file[0].losses == in_memory[0].losses and len(in_file[0].losses) == 2
     assert differences(in_file[0].at_end, in_memory[0].at_end) == []
 

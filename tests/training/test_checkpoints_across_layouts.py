@@ -74,11 +74,14 @@ LAYOUTS_OF_TWO = {
 def test_a_run_that_changes_its_layout_goes_on_as_it_was(corpus, tmp_path):
     """One iteration in each layout, the last in one process: losses equal those of a run in one process."""
     flags = f"--fp64 --data-path {corpus} --eval-iters 0 --train-iters 10 --exit-interval"
-    iterations = len(LAYOUTS_OF_TWO) + 1
+    layouts = [
+        layout for name, layout in LAYOUTS_OF_TWO.items() if name != "interleaved"
+    ]  # v-shaped has two chunks too
+    iterations = len(layouts) + 1
     straight = train(f"{flags} {iterations}", base=BASE)
     folders = f"--save {tmp_path} --load {tmp_path}"
     losses, samples, saved = [], [], None
-    for iteration, layout in enumerate([*LAYOUTS_OF_TWO.values(), ""], start=1):
+    for iteration, layout in enumerate([*layouts, ""], start=1):
         ranks = train_on_ranks(f"{flags} {iteration} {folders} {layout}", 2 if layout else 1, base=BASE)
         if saved is not None:
             check_continues(ranks, saved)

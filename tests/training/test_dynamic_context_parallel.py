@@ -20,8 +20,8 @@ RUN = (
 )
 DYNAMIC = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank"
 LAYOUTS = {
-    "CP 2 x DP 2": f"{DYNAMIC} 16 --context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",
-    "DP 4": f"{DYNAMIC} 16 --rampup-batch-size 4 4 8",
+    "CP 2 x DP 2": f"{DYNAMIC} 16 --context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
+    "--rampup-batch-size 4 4 8",
     "TP 2 x CP 2": f"{DYNAMIC} 32 --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
 }
 
@@ -73,15 +73,13 @@ def test_conversations_equal_one_process_and_go_on_in_another_layout(conversatio
     save, load = f"--exit-interval 2 --save {tmp_path}", f"--load {tmp_path}"
     mixed = f"{DYNAMIC} 64 --context-parallel-size 2 --overlap-grad-reduce --use-distributed-optimizer"
     runs = [
-        "--context-parallel-size 2",
         f"{mixed} --overlap-param-gather {save}",
         f"{load} {DYNAMIC} 64",
         f"{load} --context-parallel-size 4",
     ]
     by_rank = train_all_on_ranks(runs, 4, base=conversations)
     alone = train("", base=conversations)
-    static, first, dynamic, rows = ([outcomes[number] for outcomes in by_rank] for number in range(4))
-    assert logger_of(static).losses == pytest.approx(alone.losses, abs=1e-11)
+    first, dynamic, rows = ([outcomes[number] for outcomes in by_rank] for number in range(3))
     assert logger_of(first).losses == pytest.approx(alone.losses[:2], abs=1e-11)
     counts = {len(micro_batches) for rank in first for micro_batches in rank.sample_ids}
     assert len(counts) > 1, "every rank has equally many micro-batches"

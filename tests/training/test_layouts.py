@@ -48,7 +48,7 @@ LAYOUTS = {
     },
 }
 """Layouts of two ranks, by dimension."""
-QUICK = ["TP with SP", "VPP", "auto", "zb-v", "CP by heads", "ZeRO-1 overlapped", "ZeRO-3"]
+QUICK = ["TP with SP", "VPP", "zb-v", "CP by heads", "ZeRO-1 overlapped", "ZeRO-3"]
 """Layouts of two ranks in `make test`: the flags of each dimension. tests/parity tests the layouts themselves."""
 LAYOUTS_OF_FOUR = {
     "TP x PP": f"{TP2} --sequence-parallel {PP2} {SHARDED}",
@@ -139,9 +139,7 @@ def check_layouts(
 
 SPREADS = {
     # Parts of the weights, and of the optimizer's state, that the rank of two holds that has more of them.
-    "DP": (1, 1),
     "TP": (0.5, 0.5),
-    "PP": (0.5, 0.5),
     "VPP": (0.5, 0.5),
     "CP": (1, 1),
     "ZeRO-1": (1, 0.5),

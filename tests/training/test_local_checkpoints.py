@@ -35,6 +35,7 @@ def copies(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("local/*/*/*/*")}
 
 
+@pytest.mark.fast("--async-save")  # the test of a lost rank saves without it
 @pytest.mark.parametrize("more", ["", "--async-save"])
 def test_a_run_goes_on_from_its_hosts(tmp_path: Path, more: str) -> None:
     straight = train_on_ranks(FLAGS, 2)

@@ -5,6 +5,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from megatron.core.declarations.config_fields import value_text
@@ -88,21 +89,30 @@ def _about_flag(flag: Flag) -> str:
         needs = " and ".join(need.text() for need in needs_of(flag))
         ways = "".join(f", or {way.text()}" for way in ways_of(flag))
         lines += _filled(f"Has an effect only {needs}{ways}.", width, "  ")
-    named = set(re.findall(r"--[a-z0-9][\w-]*", flag.help))
+    named = _names_in(flag.help)
     related = [
         other.spelling
-        for other in flag_table().values()
+        for other, on_which, names in _links()
         if other is not flag
-        and (
-            any(condition.flag is flag for condition in (*needs_of(other), *ways_of(other)))
-            or named.intersection(other.spellings)
-            or set(flag.spellings).intersection(re.findall(r"--[a-z0-9][\w-]*", other.help))
-        )
+        and (flag in on_which or named.intersection(other.spellings) or names.intersection(flag.spellings))
     ]
     if related:
         lines += _filled(f"Related: {' '.join(related)}", width, "  ")
     lines += _filled(f"Section: {flag.group}. In a --config file: {flag.field}.", width, "  ")
     return "\n".join(lines) + "\n"
+
+
+@cache
+def _links() -> list[tuple[Flag, list[Flag], set[str]]]:
+    """Returns each flag with the flags that its effect depends on, and the names in its help."""
+    return [
+        (flag, [condition.flag for condition in (*needs_of(flag), *ways_of(flag))], _names_in(flag.help))
+        for flag in flag_table().values()
+    ]
+
+
+def _names_in(text: str) -> set[str]:
+    return set(re.findall(r"--[a-z0-9][\w-]*", text))
 
 
 def help_text(program: str, extra: str = "") -> str:

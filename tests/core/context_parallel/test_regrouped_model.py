@@ -90,6 +90,7 @@ def on_rank(context: int) -> tuple[list[dict[str, Tensor]], list[int]]:
     return results, [one.num_ranks for one in own]
 
 
+@pytest.mark.fast("2")  # tests/training/test_dynamic_context_parallel.py has a run without context parallel ranks
 @pytest.mark.parametrize("context", [1, 2])
 def test_documents_on_1_2_and_4_ranks_equal_one_process(context: int) -> None:
     ranks = run_on_ranks(on_rank, 4, context)

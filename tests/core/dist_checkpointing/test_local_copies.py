@@ -128,11 +128,21 @@ def test_older_copies_and_those_of_other_layouts_are_left_out(tmp_path: Path) ->
     assert step is None and len(said) == 2 and all(text.endswith("of another layout (tp 1)") for text in said)
 
 
+OF_OTHERS = [f"host{by // 2}/of_rank_{of:05d}/by_rank_{by:05d}" for of, by in ((0, 0), (1, 1), (2, 2), (3, 1))]
+"""A copy of each rank's state that is not on rank 3."""
+
+
 def save_and_die(base: str, seldom: str) -> None:
-    """Rank 3 dies before the copies of the other host are complete."""
+    """Rank 3 dies before the copies of the other host are complete. If it has sent its own copy, it waits until the
+    others have written theirs."""
+    sent = seldom != "of_rank_00003"
 
     def before(operation: str, path: Path) -> None:
         if dist.get_rank() == 3 and operation == "rename" and seldom in str(path):
+            end = time.monotonic() + 60
+            while sent and not all(Path(base, copy, "iter_0000006").exists() for copy in OF_OTHERS):
+                assert time.monotonic() < end
+                time.sleep(0.01)
             os._exit(9)
 
     write(copies_of(base, [], disk=Disk(before)), 6)
@@ -144,7 +154,7 @@ def test_copies_count_once_all_ranks_have_one(tmp_path: Path, seldom: str, expec
     sent its own copy of 6, or afterwards."""
     run_on_ranks(save_steps, RANKS, str(tmp_path), 5)
     ended = pytest.raises(AssertionError, match="rank 3: ended without an answer, exit code 9")
-    with ended, Pool(RANKS, patience=2.0) as pool:  # the others wait for each other
+    with ended, Pool(RANKS, patience=0.2) as pool:  # the others wait for each other
         pool.run(save_and_die, RANKS, str(tmp_path), seldom)
     for path in tmp_path.glob("host1/of_rank_00003/by_rank_00003/iter_0000006"):
         shutil.rmtree(path)  # what it has written itself is lost with it

@@ -62,7 +62,7 @@ tensor_lists = st.lists(st.lists(st.integers(1, 6), max_size=3).map(tuple), min_
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), tensors=tensor_lists)
 def test_any_layout_loads_any_other(data, tensors, tmp_path_factory):
     written, read = data.draw(layouts(tensors)), data.draw(layouts(tensors))

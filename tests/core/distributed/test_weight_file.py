@@ -135,7 +135,7 @@ def load_and_train(
     return values(chunks), trained(ddp, optimizer, 1)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F32, marks=pytest.mark.slow)])
 def test_checkpoints_do_not_know(pool: Pool, dtype: torch.dtype, tmp_path: Path) -> None:
     """Saved with a file, loaded without one under another layout, and the other way round."""
     disk, roots = tmp_path / "disk", [tmp_path / "in_file", tmp_path / "plain"]

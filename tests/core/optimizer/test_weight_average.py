@@ -51,6 +51,7 @@ def test_a_resumed_run_has_the_same_average_in_another_layout_too(tmp_path: Path
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.slow_cases("optim")
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 def test_an_evaluation_measures_the_average_and_leaves_the_weights_alone(strategy: str) -> None:
     run = f"{RUN} --bf16".replace("--fp64 ", "") + " --train-iters 2"

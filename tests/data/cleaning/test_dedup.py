@@ -50,7 +50,7 @@ def words(source: random.Random, count: int) -> list[str]:
 def planted(tmp_path):
     """Texts with copies at Jaccard similarities near 0.9 and 0.45, by the number of changed words."""
     source = random.Random(3)
-    originals = [words(source, 500) for _ in range(100)]
+    originals = [words(source, 500) for _ in range(30)]
     near, far = [], []
     for text in originals:
         for copies, changed in ((near, 5), (far, 40)):
@@ -67,8 +67,8 @@ def planted(tmp_path):
 def test_planted_near_duplicates(planted):
     report = run(planted, method="minhash")
     kept = {path.name[6]: len(path.read_bytes().splitlines()) for path in (planted / "out").glob("*.jsonl")}
-    assert kept["a"] == 100 and kept["c"] == 100 and kept["b"] <= 5
-    assert report["similar"] == report["dropped_rows"] == 100 - kept["b"]
+    assert kept["a"] == 30 and kept["c"] == 30 and kept.get("b", 0) <= 2
+    assert report["similar"] == report["dropped_rows"] == 30 - kept.get("b", 0)
     example = report["examples"][0]
     assert example["jaccard"] >= 0.8 and (example["dropped"], example["kept"]) == ("b.jsonl:1", "a.jsonl:1")
     original = (planted / "in/a.jsonl").read_bytes()

@@ -54,7 +54,7 @@ def test_ids_of_the_python_tokenizer_of_transformers(rich_vocab, lower_case):
     basic = theirs.BasicTokenizer(do_lower_case=lower_case)
     pieces = theirs.WordpieceTokenizer(ours.vocab, "[UNK]", max_input_chars_per_word=200)
 
-    @settings(max_examples=400, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=200, deadline=None, database=None, derandomize=True)
     @given(texts.map(lambda text: unicodedata.normalize("NFC", text)).filter(lambda text: not no_character(text)))
     def check(text):
         expected = [ours.vocab[piece] for word in basic.tokenize(text) for piece in pieces.tokenize(word)]
@@ -74,7 +74,7 @@ def test_ids_of_the_library_where_it_agrees_with_python(rich_vocab, lower_case):
     library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     letters = st.text(st.characters(max_codepoint=0x4FFF, categories=["L", "N", "Zs"], exclude_characters="Σ"))
 
-    @settings(max_examples=300, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
     @given(st.one_of(letters, st.text(st.characters(max_codepoint=0x2FF), max_size=40)))
     def check(text):
         assert ours.tokenize(text) == library.encode(text, add_special_tokens=False).ids

@@ -187,26 +187,29 @@ def test_scales_of_small_blocks_count(low: str) -> None:
 
 LAYOUTS = [
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16",
-    "--tensor-model-parallel-size 4 --sequence-parallel --group-query-attention --num-query-groups 2",
-    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 --bf16",
     "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 4",
-    "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --num-layers 7 "
-    "--untie-embeddings-and-output-weights",
-    "--use-distributed-optimizer --bf16",
     "--use-distributed-optimizer --num-distributed-optimizer-instances 2 --bf16",
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --bf16 --context-parallel-size 2",
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --bf16 --deterministic-mode "
     "--exact-data-parallel-sums",
-    "--use-torch-fsdp2 --bf16 --tensor-model-parallel-size 2",
     "--use-torch-fsdp2 --bf16 --tensor-model-parallel-size 2 --lora-rank 8 --load-hf .",
     "--use-torch-fsdp2 --bf16 --lora-rank 8 --lora-base-weights nf4 --lora-target-modules q_proj linear_fc1 "
     "--load-hf .",
     "--use-torch-fsdp2 --bf16 --lora-rank 8 --moe-grouped-gemm --num-experts 8 --expert-model-parallel-size 2 "
     "--load-hf .",
-    "--bf16 --lora-rank 8 --lora-base-weights nf4 --load-hf .",
     "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|mm|L --num-layers 2 --mtp-num-layers 2",
     "--num-experts 8 --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --bf16",
 ]
+ALIKE = [
+    "--tensor-model-parallel-size 4 --sequence-parallel --group-query-attention --num-query-groups 2",
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 --bf16",
+    "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --num-layers 7 "
+    "--untie-embeddings-and-output-weights",
+    "--use-distributed-optimizer --bf16",
+    "--use-torch-fsdp2 --bf16 --tensor-model-parallel-size 2",
+    "--bf16 --lora-rank 8 --lora-base-weights nf4 --load-hf .",
+]
+"""Layouts that divide a model as others do."""
 SIZES = "--hidden-size 128 --vocab-size 5001 --global-batch-size 8"
 
 
@@ -214,9 +217,10 @@ def bytes_of_real_ranks(layouts: list[str]) -> list[int]:
     return [bytes_of_a_real_run(configured(f"{SIZES} {flags}", ranks=4), dist.get_rank()) for flags in layouts]
 
 
-def test_bytes_are_those_of_real_ranks_under_every_layout() -> None:
-    real = run_on_ranks(bytes_of_real_ranks, 4, LAYOUTS)
-    for number, flags in enumerate(LAYOUTS):
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(ALIKE, marks=pytest.mark.slow)], ids=["each", "alike"])
+def test_bytes_are_those_of_real_ranks_under_every_layout(layouts: list[str]) -> None:
+    real = run_on_ranks(bytes_of_real_ranks, 4, layouts)
+    for number, flags in enumerate(layouts):
         for rank, entry in enumerate(held(configured(f"{SIZES} {flags}", ranks=4))):
             assert real[rank][number] == pytest.approx(kept(entry), rel=0.02), (flags, rank)
 

@@ -24,11 +24,17 @@ EXPERTS = "--num-experts 4 --moe-grouped-gemm --moe-router-topk 2"
         "--num-layers 10",
         f"--num-layers 10 {EXPERTS} --moe-layer-freq ([0]*2+[1]*8)",
         "--num-layers 9 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
-        "--num-layers 10 --recompute-granularity full --recompute-method block --recompute-num-layers 3",
+        pytest.param(
+            "--num-layers 10 --recompute-granularity full --recompute-method block --recompute-num-layers 3",
+            marks=pytest.mark.slow,
+        ),
         f"{HYBRID} MEM*EMMEMEM-*EMEMEM--M {EXPERTS}",
-        f"{HYBRID} -*M-MM-M*M-MMM-MMMMM",
+        pytest.param(f"{HYBRID} -*M-MM-M*M-MMM-MMMMM", marks=pytest.mark.slow),
         "--num-layers 12 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --global-batch-size 8",
-        f"--num-layers 14 {EXPERTS} --moe-layer-freq ([0]*3+[1]*4)*2 --pipeline-model-parallel-size 2",
+        pytest.param(
+            f"--num-layers 14 {EXPERTS} --moe-layer-freq ([0]*3+[1]*4)*2 --pipeline-model-parallel-size 2",
+            marks=pytest.mark.slow,
+        ),
         f"--num-layers 8 {EXPERTS} --expert-model-parallel-size 2 --delay-wgrad-compute",
     ],
 )

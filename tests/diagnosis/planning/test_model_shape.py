@@ -98,6 +98,7 @@ PATTERNED = [
 ]
 
 
+@pytest.mark.slow_cases("ernie4.5-300b-a47b", "llama4-scout-17b-16e", "deepseek-v2")  # smaller or larger ones are fast
 @pytest.mark.parametrize("name", PATTERNED)
 def test_what_is_said_by_layer_is_scaled_with_the_depth(name: str) -> None:
     model = PUBLISHED[name]

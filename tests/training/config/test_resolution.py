@@ -125,7 +125,7 @@ def _values_of(draw: st.DrawFn, flag: Flag) -> list[str]:
     return draw(st.lists(st.one_of(likely, _WORDS), min_size=count, max_size=count))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(words=_some_flags(), ranks=st.sampled_from([1, 2, 3, 8]))
 def test_any_flags_give_a_config_or_problems(words: list[str], ranks: int) -> None:
     try:
