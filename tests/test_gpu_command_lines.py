@@ -2,6 +2,7 @@
 
 import pytest
 from support.command_lines import configured
+from support.each import for_each
 from support.gpu_runs import RUNS, train_watched
 from support.user_scripts import FLAGS
 
@@ -14,7 +15,7 @@ DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100"
 TINY = "--num-layers 1 --hidden-size 32 --seq-length 32 --micro-batch-size 1 --global-batch-size 1 --train-iters 6"
 
 
-@pytest.mark.parametrize("name", RUNS)
+@for_each(RUNS)
 def test_the_command_line_is_accepted(name: str) -> None:
     configured(DATA, base=" ".join(word for word in RUNS[name] if word not in ("--split", "100,0,0")), has_cuda=True)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from conversion.oracles import sizes_of
+from support.each import for_each
 
 from megatron.conversion.families import FAMILIES, family_of
 from megatron.conversion.family import Family
@@ -64,7 +65,7 @@ def test_a_config_of_the_hub() -> None:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+@for_each(FAMILIES, lambda family: family.model_type)
 def test_the_defaults_of_a_family_are_supported(family: Family) -> None:
     given = {
         "nemotron-nas": {"block_configs": [{"attention": {"n_heads_in_group": 1}, "ffn": {"ffn_mult": 1.0}}] * 32},

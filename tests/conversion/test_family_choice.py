@@ -9,6 +9,7 @@ import pytest
 import torch
 from conversion import saved_models
 from conversion.saved_models import LLAMA, VOCAB_SIZE, build_random
+from support.each import for_each
 
 from megatron.conversion.family_choice import choose_family
 from megatron.core.exceptions import UserError
@@ -334,7 +335,7 @@ def read_back(config: PretrainConfig) -> str:
     return " ".join(word for name, value in fields.items() for word in words_of(flag_table()[name], value))
 
 
-@pytest.mark.parametrize("field", walked_fields())
+@for_each(walked_fields())
 def test_every_field_is_in_config_json_or_refused_by_name(field: str) -> None:
     """What is exported computes the same when it is read back; what is not exported is refused by a flag's name.
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import transformers
 from conversion.oracles import MODELS, architecture_of, config_class_of, settings_of, sizes_of
+from support.each import for_each
 
 from megatron.conversion.config_json import with_defaults
 from megatron.conversion.config_rules import Unused
@@ -57,7 +58,7 @@ def config_class(family: Family) -> Any:
     return type(transformers.AutoConfig.for_model(family.model_type))
 
 
-@pytest.mark.parametrize("family", WITH_CLASS, ids=lambda family: family.model_type)
+@for_each(WITH_CLASS, lambda family: family.model_type)
 def test_the_table_is_that_of_transformers(family: Family) -> None:
     found = {field.name: field.default for field in dataclasses.fields(config_class(family))}
     for key, value in family.all_defaults.items():
@@ -70,7 +71,7 @@ def test_the_table_is_that_of_transformers(family: Family) -> None:
     assert config_class(family).model_type == family.model_type
 
 
-@pytest.mark.parametrize("family", WITH_CLASS, ids=lambda family: family.model_type)
+@for_each(WITH_CLASS, lambda family: family.model_type)
 def test_the_table_has_every_key_that_the_family_reads(family: Family) -> None:
     read = {key for rule in family.rules if not isinstance(rule, Unused) for key in rule.reads}
     without_default = read - family.all_defaults.keys() - SIZES
@@ -78,7 +79,7 @@ def test_the_table_has_every_key_that_the_family_reads(family: Family) -> None:
     assert without_default <= WITHOUT_DEFAULT and not without_default & fields
 
 
-@pytest.mark.parametrize("name", MODELS)
+@for_each(MODELS)
 def test_a_key_that_is_left_out_means_what_transformers_reads(name: str) -> None:
     """Each key of a model alone is left out; our fields are those of the config that transformers completes. A size
     is named instead."""

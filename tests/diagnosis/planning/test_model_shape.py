@@ -1,6 +1,7 @@
 """Sizes of models: published ones by name and count, scaled ones, and the formula against models that are built."""
 
 import pytest
+from support.each import for_each
 
 from megatron.core.declarations.flag_grammars import layer_pattern
 from megatron.core.exceptions import UserError
@@ -36,7 +37,7 @@ def test_the_formula_counts_every_recipe_of_a_gpt() -> None:
             assert counted == pytest.approx(model.parameters, rel=0.005), model.name
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@for_each(COUNTS)
 def test_a_published_model_is_found_by_name_and_count(name: str) -> None:
     model = PUBLISHED[name]
     found = shape_of(name, quantity(str(COUNTS[name])), model.vocab_size, model.training.get("seq_length", 4096))
