@@ -47,11 +47,11 @@ def interrupted(
     program = subprocess.Popen(
         [sys.executable, *words], stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT, preexec_fn=heeds_ctrl_c
     )
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while not begun.exists() and program.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
     program.send_signal(number)
-    _, text = program.communicate(timeout=60)
+    _, text = program.communicate(timeout=240)
     return program.returncode, text
 
 

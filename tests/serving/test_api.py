@@ -196,18 +196,19 @@ def test_a_client_that_leaves_frees_its_pages(small: Served, stream: bool) -> No
 
 
 def test_limits_of_texts_and_time() -> None:
-    with served(limits=ApiLimits(2, 0.4)) as server:
-        step = server.engine.step
-        server.engine.step = lambda: (time.sleep(0.05), step())
-        with ThreadPoolExecutor(3) as pool:
-            body = {"prompt": "1", "max_tokens": 20, "temperature": 0}
-            answers = list(pool.map(lambda _: ask(server, "/v1/completions", body), range(3)))
-        statuses = sorted(status for status, _, _ in answers)
-        assert statuses == [429, 504, 504]
-        late = next(found for status, found, _ in answers if status == 504)
-        assert "not finished in 0.4 seconds" in late["error"]["message"]
-        busy = next(headers for status, _, headers in answers if status == 429)
-        assert busy["Retry-After"] == "1"
+    body = {"prompt": "1", "max_tokens": 20, "temperature": 0}
+    with served(limits=ApiLimits(2, 60.0)) as server, ThreadPoolExecutor(2) as pool:
+        step, go_on = server.engine.step, threading.Event()
+        server.engine.step = lambda: (go_on.wait(60), step())
+        held = [pool.submit(ask, server, "/v1/completions", body) for _ in range(2)]
+        until(lambda: server.api._open_texts == 2)
+        status, _, headers = ask(server, "/v1/completions", body)
+        go_on.set()
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert [answer.result()[0] for answer in held] == [200, 200]
+        server.engine.step, server.api.limits = lambda: (time.sleep(0.05), step()), ApiLimits(2, 0.4)
+        status, late, _ = ask(server, "/v1/completions", body)
+        assert status == 504 and "not finished in 0.4 seconds" in late["error"]["message"]
         until(lambda: not server.engine.num_used_pages)
         server.engine.step, server.api.limits = step, ApiLimits(2, 60.0)
         assert complete(server, "5")["choices"][0]["text"] == expected(server, [5])

@@ -1,5 +1,6 @@
 """The straggler detector: one object, nothing measured while it is off, ranks compared in the report."""
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -55,4 +56,6 @@ def _slow_rank() -> str | None:
 
 def test_the_slow_rank_is_named() -> None:
     line, other = run_on_ranks(_slow_rank, 2)
-    assert other is None and "fastest rank 0" in line and "slowest rank 1 3" in line
+    assert other is None and line is not None and "fastest rank 0" in line
+    slowest = re.search(r"slowest rank 1 ([\d.]+) ms", line)
+    assert slowest is not None and float(slowest[1]) >= 300  # more on a busy machine
