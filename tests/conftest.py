@@ -88,7 +88,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     fast_cases.mark_slow(item)
 
 
+def draw_no_constants_of_the_product() -> None:
+    """Hypothesis also draws constants that it finds in our files, for which it parses all of them once in each worker:
+    seconds, and other examples after any change."""
+    with contextlib.suppress(ImportError):  # in releases without these constants
+        from hypothesis.internal.conjecture import providers
+
+        if hasattr(providers, "_get_local_constants"):
+            providers._get_local_constants = lambda: providers._local_constants
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "hypothesis" in sys.modules:
+        draw_no_constants_of_the_product()
     if not any("[" in argument for argument in config.args):  # else not all cases of a test are collected
         unknown = fast_cases.names_without_case(items)
         if unknown:

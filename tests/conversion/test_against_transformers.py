@@ -98,7 +98,7 @@ def test_logits_and_files(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(*logits, atol=1e-13, rtol=0)
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 40))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
 def test_random_sizes(seed: int, tmp_path: Path) -> None:
     family, settings = random_settings(seed)
     oracle = make_model_of(family, settings, torch.float64, seed)
