@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.communication.collectives import Group, gather_rows, group_rank, group_size
 from megatron.core.utils.offloaded import keep_saved, restore_saved
 from megatron.core.utils.recompute_cache import RecomputeCache, run_once_under_recompute
+from megatron.core.utils.torch_private import import_compiler
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Recomputed:
 
     function: Callable[..., Any]
     spread_over: Group = None
+
+    def __post_init__(self) -> None:
+        # Torch would import it in the first call, and an error inside that import keeps the frames of all callers, with
+        # a micro-batch's tensors, until garbage is collected.
+        import_compiler()
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Calls the function, and keeps its arguments so that backward can call it again."""

@@ -210,5 +210,5 @@ class DistFolderWriter:
 
 
 def import_compiler() -> None:
-    """Imports torch's compiler, which takes a second, so that forks of this process have it."""
+    """Imports torch's compiler, which takes a second, before a function of torch does."""
     importlib.import_module("torch._dynamo")

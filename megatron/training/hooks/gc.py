@@ -21,6 +21,7 @@ class ManualGarbageCollection(Hook):
         self.interval = interval
         self.evaluation = evaluation
         self._was_enabled = False
+        self._has_stepped = False
 
     def on_start(self, iteration: int) -> None:
         """Switches automatic collection off, after one collection."""
@@ -29,9 +30,11 @@ class ManualGarbageCollection(Hook):
         gc.collect()
 
     def after_step(self, iteration: int) -> None:
-        """Collects if the interval divides the iteration."""
-        if self.interval > 0 and iteration % self.interval == 0:
+        """Collects if the interval divides the iteration, and after the first step: modules that it imports may leave
+        frames, which have tensors."""
+        if not self._has_stepped or (self.interval > 0 and iteration % self.interval == 0):
             gc.collect()
+        self._has_stepped = True
 
     def before_evaluate(self, iteration: int) -> None:
         """Collects the youngest generation if `evaluation` is set."""

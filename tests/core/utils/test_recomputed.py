@@ -1,6 +1,9 @@
 """Functions that are computed again in backward: what is kept, what is computed how often, equal results."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +138,25 @@ def test_results_are_computed_once_and_let_go() -> None:
     assert calls == [False, False]
     with torch.no_grad():
         assert discarded(*discarded.compute(function, x, 0.3)).item() == output.item()
+
+
+@pytest.mark.slow
+def test_the_first_call_leaves_no_tensor_to_the_garbage_collector() -> None:
+    """Torch's compiler, if it is imported in this call, keeps the frames of all callers."""
+    code = """
+import gc, torch
+from megatron.core.utils.recomputed import Recomputed
+gc.disable()
+function = Recomputed(lambda x: x.sin().exp())
+
+def caller():
+    local = torch.ones(8, requires_grad=True)
+    function(local * 2).sum().backward()
+
+gc.collect()
+caller()
+gc.set_debug(gc.DEBUG_SAVEALL)
+gc.collect()
+assert not any(isinstance(each, torch.Tensor) for each in gc.garbage), "a tensor waits for the garbage collector"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

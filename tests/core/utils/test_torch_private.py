@@ -2,8 +2,6 @@
 
 import ast
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -52,12 +50,6 @@ def test_the_name_exists(name: str) -> None:
     found: object = torch
     for word in name.split("."):
         found = getattr(found, word)  # AttributeError: this release of torch has no such name
-
-
-@pytest.mark.slow
-def test_the_compiler_is_imported() -> None:
-    code = "import sys; from megatron.core.utils import torch_private as names; names.import_compiler(); "
-    subprocess.run([sys.executable, "-c", f"{code}assert 'torch._dynamo' in sys.modules"], check=True, cwd=ROOT)
 
 
 def test_the_name_of_a_group_made_by_its_members_is_found_by_the_function_that_is_replaced() -> None:
