@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.transformer.layer_costs import training_flops
 from megatron.data.datasets.blend_stages import blend_until
 from megatron.data.datasets.indexed_dataset import IndexedDataset
 from megatron.data.datasets.object_store import is_url
@@ -23,6 +22,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_checks import check_data_of_run
 from megatron.training.data.data_contract import keep_data_contract, planned_tokenizer
 from megatron.training.data.sources import blends, stages_of_run
+from megatron.training.log.throughput import flops_of_samples
 from megatron.training.providers import Providers
 from megatron.training.setup.sizes import resolve_auto_layout, vocabulary_rows
 
@@ -94,14 +94,7 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
         ranks=tuple(ranks),
         tokens_per_step=training.global_batch_size * length,
         microbatches_per_step=BatchSchedule.from_config(training, config.grid.data, length).final_num_microbatches,
-        flops_per_step=training_flops(
-            config.transformer,
-            padded,
-            length,
-            training.global_batch_size,
-            config.decoder_seq_length,
-            bidirectional=config.is_bidirectional,
-        ),
+        flops_per_step=flops_of_samples(config, padded, training.global_batch_size),
         data=tuple(_passes_over_data(config)),
         tokenizer=tokenizer,
         config=config,

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.core.distributed.sharding_strategy import sharding_strategy_of
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.orders import Schedule
 from megatron.core.pipeline_parallel.schedules import schedule_of
 from megatron.core.pipeline_parallel.simulator import Costs, Timeline
 from megatron.core.pipeline_parallel.stage_map import StageMap, StageModules, stage_map
 from megatron.core.pipeline_parallel.stages import pipeline_of
-from megatron.core.transformer.layer_costs import training_flops
 from megatron.core.transformer.layer_patterns import described_layer, layer_parts
 from megatron.data.tokenizer.build import padded_vocab_size
 from megatron.diagnosis.planning.cluster import Cluster
@@ -31,6 +31,7 @@ from megatron.diagnosis.planning.schedule_time import busy_of_ranks, schedule_ti
 from megatron.diagnosis.planning.work import Work
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.log.throughput import flops_of_samples
 from megatron.training.setup.set_up import resolve_auto_layout
 
 _STEP = Figure(2e-3, "2 ms of Python between steps: an estimate", 0.5)
@@ -55,7 +56,7 @@ class StepTime:
     tokens: int
     """Tokens of a step."""
     flops: float
-    """Model FLOPs of a step (Megatron-LM's count)."""
+    """Model FLOPs of a step, as the log counts them."""
     gpus: int
     peak: Figure | None
     """FLOP/s that `mfu` refers to."""
@@ -166,9 +167,7 @@ def step_time(
         parts={name: part for name, part in parts.items() if part.value},
         bubble=times.bubble if stages.num_stages > 1 else 0.0,
         tokens=training.global_batch_size * length,
-        flops=training_flops(
-            config.transformer, rows, length, training.global_batch_size, bidirectional=config.is_bidirectional
-        ),
+        flops=flops_of_samples(config, rows, training.global_batch_size),
         gpus=config.world_size,
         peak=cluster.gpu.peak(config.transformer.fp8 is not None),
         steps=_steps(config),
@@ -244,6 +243,8 @@ def _stage(config: PretrainConfig, stage: StageModules, work: Work, cluster: Clu
     weights = sum(each.weight_gradient.value for each in passes)
     launches = _launches(config, work, cluster)
     parts = (launches.value / 3, launches.value / 3, launches.value / 3)
+    if config.adapters.lora_rank is not None:  # backward is one part, without the products of frozen weights
+        parts = (launches.value / 3, launches.value * 2 / 3 - weights, 0.0)
     waits = [max(0.0, part - own) for part, own in zip(parts, (forward, inputs, weights), strict=True)]
     if stage.index == 0 and after == place:  # one stage: the host is ahead in one pass and late in another
         waits = [max(0.0, launches.value - forward - inputs - weights), 0.0, 0.0]
@@ -333,26 +334,37 @@ def _end_parts(
 ) -> dict[str, Figure]:
     """Returns what a step adds to its micro-batches on the ranks that hold the most weights."""
     most, end, muon = -1.0, None, Figure(0.0, "no such products")
+    has_adapters, gathers = config.adapters.lora_rank is not None, sharding_strategy_of(config.ddp).shards_weights
     embedding = rows // config.transformer.tensor_model_parallel_size * config.transformer.hidden_size
     for place in {0, stages.pipeline_size - 1, rank}:
         own = [found[index] for index in _of_rank(stages, place)]
         held = sum(stages.stages[index].embedding for index in _of_rank(stages, place))
-        dense = sum(stage.work.weights(experts=False) for stage in own) + held * embedding
-        experts = sum(stage.work.weights(experts=True) for stage in own)
+        dense, experts = _elements(own, held * embedding, trained=False)
+        trained = _elements(own, 0 if has_adapters else held * embedding, trained=True)
         layers = sum(stage.work.layers for stage in own)
-        largest = max(held * embedding, (dense - held * embedding + experts) / max(1, layers))
+        if has_adapters and not gathers:
+            largest = sum(trained) / max(1, layers)
+        else:
+            largest = max(held * embedding, (dense - held * embedding + experts) / max(1, layers))
         if dense + experts <= most:
             continue
         most = dense + experts
         last = sum(stage.busy - stage.costs.forward for stage in own)
         first = sum(stage.costs.forward for stage in own)
         ranks = config.grid.group(0, ("pp",))
-        weights = RankWeights(dense, experts, largest)
+        weights = RankWeights(*trained, largest, dense - trained[0], experts - trained[1])
         end = step_end(config, cluster, weights, ranks[place], last, first, batches)
         if "muon" in config.optimizer.optimizer:
             muon = muon_products(config, cluster.gpu, _matrices(own, rows), ranks[place])
     assert end is not None
     return {DATA: end.exposed, OPTIMIZER: end.update, MUON: muon, STEP: _STEP}
+
+
+def _elements(found: Sequence[_Stage], embedding: int, trained: bool) -> tuple[int, int]:
+    """Returns the elements of weights of dense layers with the embedding, and of experts; `trained`: not of frozen
+    ones."""
+    dense, experts = (sum(stage.work.weights(kind, trained) for stage in found) for kind in (False, True))
+    return dense + embedding, experts
 
 
 def _matrices(found: Sequence[_Stage], vocab_rows: int) -> Counter[tuple[int, int]]:

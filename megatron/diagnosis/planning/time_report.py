@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.core.adapters.config import LoraConfig
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.drawing import as_svg
 from megatron.core.pipeline_parallel.simulator import TimedAction, Timeline
@@ -48,6 +49,9 @@ def time_lines(
         yield f"time        not predicted: {error}"
         return
     yield from _step_lines(time)
+    uncounted = list(_uncounted_of_adapters(config.adapters))
+    if uncounted:
+        yield f"            not counted: {', '.join(uncounted)}"
     if config.transformer.hybrid_context_parallel:
         yield _regrouped_line(time, regrouping)
     yield from _run_lines(time, parameters)
@@ -65,6 +69,16 @@ def _step_lines(time: StepTime) -> Iterator[str]:
     )
     if time.part(HOST).value > 0.05 * time.seconds.value:
         yield "            the GPU waits for its host: such steps took 15% less to 34% more than predicted"
+
+
+def _uncounted_of_adapters(lora: LoraConfig) -> Iterator[str]:
+    """Yields the work of adapters of which no time is known."""
+    if lora.lora_dropout:
+        yield "dropout of adapters (--lora-dropout)"
+    if lora.use_dora:
+        yield "norms of adapted weights (--use-dora)"
+    if lora.lora_base_weights == "nf4":
+        yield "decoding of weights in 4 bits (--lora-base-weights)"
 
 
 def _regrouped_line(time: StepTime, found: RegroupingGain | None) -> str:
