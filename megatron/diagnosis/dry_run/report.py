@@ -40,7 +40,7 @@ def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
         run = dry_run(config, providers)
         times = []
         if config.hardware.gpu is not None:
-            times = list(time_lines(run.config, launch, run.padded_vocab_size, run.parameters, run.regrouping))
+            times = list(time_lines(run.config, launch, run.padded_vocab_size, run.parameters, run.documents))
         if config.hardware.plot is not None and run.peaks:
             drawn = draw_peaks(run.peaks, memory_of_gpu(run.config), Path(config.hardware.plot) / "memory.svg")
             times.append(f"picture     {drawn}")

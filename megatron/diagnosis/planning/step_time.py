@@ -41,6 +41,7 @@ _LAUNCHES_OF_EXPERTS, _LAUNCHES_OF_FP8 = 2.1, 2.3
 _UNEVEN = Figure(1.2, "experts' work of the busiest of two expert parallel ranks, bench.py MOE64/ep2-allgather", 0.15)
 HOST, BUBBLE, OPTIMIZER, DATA, STEP = "waiting for the host", "bubble", "optimizer", "data parallel", "between steps"
 MUON = "products of Muon"
+DOCUMENTS = "uneven documents"
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class StepTime:
 
     parts: Mapping[str, Figure]
     """By name: products, attention, scans, memory-bound operations, casts to fp8, waiting for the host, exposed
-    communication by kind (tensor, context, expert, data parallel), bubble, optimizer, products of Muon, between
-    steps."""
+    communication by kind (tensor, context, expert, data parallel), bubble, uneven documents, optimizer, products of
+    Muon, between steps."""
     bubble: float
     """The fraction of all ranks' time in the schedule in which they wait."""
     tokens: int
@@ -134,10 +135,15 @@ class _Stage:
 
 
 def step_time(
-    config: PretrainConfig, cluster: Cluster, vocab_rows: int | None = None, document_tokens: float | None = None
+    config: PretrainConfig,
+    cluster: Cluster,
+    vocab_rows: int | None = None,
+    document_tokens: float | None = None,
+    uneven: float = 1.0,
 ) -> StepTime:
     """Predicts the time of a step. `vocab_rows` is the padded vocabulary; by default it follows from --vocab-size.
-    `document_tokens` is the mean length of the document of a token, if attention keeps documents apart.
+    `document_tokens` is the mean length of the document of a token, if attention keeps documents apart; `uneven` the
+    attention of the slowest ranks, divided by the mean.
 
     Takes less than a second for any number of ranks. Raises UserError if a figure has no measurement or data sheet to
     rest on, or if the model's work is not counted yet.
@@ -160,6 +166,8 @@ def step_time(
     waits = max(0.0, times.seconds - busy)
     if stages.num_stages > 1:
         parts[BUBBLE] = Figure(waits, "the simulated schedule", total(parts.values()).error)
+    if uneven > 1:
+        parts[DOCUMENTS] = uneven_documents(parts, uneven)
     casts = [parts["casts to fp8"], _weight_casts(own, cluster.gpu)]
     parts |= {"casts to fp8": total(casts)} if casts[1].value else {}
     parts |= _end_parts(config, cluster, stages, found, busiest, batches, rows)
@@ -176,6 +184,14 @@ def step_time(
         schedule=times.schedule,
         timeline=times.timeline,
     )
+
+
+def uneven_documents(parts: Mapping[str, Figure], uneven: float) -> Figure:
+    """Returns the time that a step with these parts takes longer if the attention of the slowest ranks is so many times
+    the mean."""
+    attention = parts.get("attention", Figure(0.0, "no attention"))
+    source = f"simulated rows of the run's documents; {attention.source}"
+    return Figure(attention.value * (uneven - 1), source, attention.error + 0.1)
 
 
 def _vocab_rows(config: PretrainConfig) -> int:
