@@ -353,7 +353,6 @@ def _adapters(work: Work, sizes: Sizes, number: int) -> None:
         if layer.split == "none":
             written = sizes.own_tokens
         own = (sizes.config.num_moe_experts or 1) // grid.expert if layer.of_experts else 1
-        kind = {"experts": layer.of_experts, "weights": own}
-        work.products[Product(read, inputs, rank, sizes.dtype, **kind)] += 1
-        work.products[Product(written, rank, outputs, sizes.dtype, **kind)] += 1
+        for shape in ((read, inputs, rank), (written, rank, outputs)):
+            work.products[Product(*shape, sizes.dtype, experts=layer.of_experts, weights=own)] += 1
         work.move("adapters", 3 * written * outputs * item, 3 * read * inputs * item)

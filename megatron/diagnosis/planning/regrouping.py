@@ -42,12 +42,12 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class RegroupingGain(PackedDocuments):
-    """The same steps with dynamic context parallelism. Times are sums over the steps, in one unit."""
+    """These steps with dynamic context parallelism too. Times are sums over the steps, in one unit."""
 
     work: float
     """Work of the documents divided by the number of ranks: the time without waiting."""
     row_work: float
-    """The same with the padding of rows."""
+    """`work` with the padding of rows."""
     in_rows: float
     """Time in rows."""
     regrouped: float
