@@ -21,11 +21,11 @@ from benchmarks.recorder import Recorder
 from megatron.core.communication.traffic import Traffic, recorded
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed.sharding_strategy import ShardingStrategy
-from megatron.core.transformer.layer_costs import training_flops
 from megatron.data.tokenizer.build import padded_vocab_size
 from megatron.diagnosis.memory.rank_memory import build_shard, memory_of_shard
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook
+from megatron.training.log.throughput import flops_of_samples
 from megatron.training.providers import Context, Providers
 
 STAGES_ARE_REFUSED = (
@@ -53,9 +53,9 @@ def padded_vocabulary(context: Context) -> int:
 
 def step_flops(context: Context) -> float:
     """Returns the model FLOPs of a step of all ranks."""
-    batch, length = context.config.training.global_batch_size, context.config.data.seq_length
-    assert batch is not None and length is not None
-    return training_flops(context.config.transformer, padded_vocabulary(context), length, batch)
+    batch = context.config.training.global_batch_size
+    assert batch is not None
+    return flops_of_samples(context.config, padded_vocabulary(context), batch)
 
 
 def step_microbatches(config: PretrainConfig) -> int:

@@ -22,7 +22,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.layer_costs import training_flops
 from megatron.core.utils.keywords import Keywords
 from megatron.diagnosis.non_finite import dump_and_search
 from megatron.facades import global_vars
@@ -50,6 +49,7 @@ from megatron.training.data.step_data import StepData, step_data_of
 from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.launch.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.log.console_line import perplexity
+from megatron.training.log.throughput import flops_of_samples
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import Context, NonLossFunctions, SampleCounts, stages_of_rank
 from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
@@ -172,15 +172,8 @@ def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerPara
 def num_floating_point_operations(args: object, batch_size: int) -> int:
     """Returns the floating point operations of a training step over `batch_size` sequences of the run. The settings are
     those of the run; `args` has no effect."""
-    run = global_vars.current_run()
-    return training_flops(
-        run.config.transformer,
-        global_vars.get_args().padded_vocab_size,
-        run.config.data.seq_length or 0,
-        batch_size,
-        run.config.decoder_seq_length,
-        bidirectional=run.config.is_bidirectional,
-    )
+    rows = global_vars.get_args().padded_vocab_size
+    return flops_of_samples(global_vars.current_run().config, rows, batch_size)
 
 
 def cyclic_iter(iter: Iterable[object]) -> Iterator[Any]:

@@ -127,6 +127,9 @@ def row_finish_times(
     clocks = [0.0] * (num_ranks // context)
     for number, documents in enumerate(rows):
         padding = [row_length - sum(documents)]
+        if context == 1:
+            clocks[number % len(clocks)] += float(document_costs([*documents, *padding], work_per_token + 1).sum())
+            continue
         keys = np.concatenate([2 * np.arange(1, length + 1) for length in [*documents, *padding]])
         chunks = (keys + work_per_token).reshape(2 * context, -1).sum(1)
         clocks[number % len(clocks)] += float((chunks[:context] + chunks[context:][::-1]).max())

@@ -123,7 +123,13 @@ def _gated_delta_net(config: TransformerConfig, keys: float) -> float:
     assert key_heads and value_heads and dk and dv and taps
     queries_keys, values = 2 * key_heads * dk, value_heads * dv
     projections = config.hidden_size * (queries_keys + 3 * values + 2 * value_heads)
-    return projections + taps * (queries_keys + values) + 4 * value_heads * dk * dv
+    return projections + taps * (queries_keys + values) + _delta_states(config)
+
+
+def _delta_states(config: TransformerConfig) -> int:
+    heads, dk, dv = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    assert heads and dk and dv
+    return 4 * heads * dk * dv
 
 
 def _mamba(config: TransformerConfig, keys: float) -> float:
@@ -133,7 +139,11 @@ def _mamba(config: TransformerConfig, keys: float) -> float:
     written_and_read = 2 * groups * config.mamba_state_dim
     projections = config.hidden_size * (3 * channels + written_and_read + mamba_heads(config))
     convolution = (channels + written_and_read) * config.mamba_conv_kernel_dim
-    return projections + convolution + 3.5 * channels * config.mamba_state_dim
+    return projections + convolution + _mamba_states(config)
+
+
+def _mamba_states(config: TransformerConfig) -> float:
+    return 3.5 * mamba_heads(config) * config.mamba_head_dim * config.mamba_state_dim
 
 
 def _sparse_attention(config: TransformerConfig, keys: float) -> float:
@@ -154,6 +164,12 @@ _TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, float], float]] = {
 }
 """For each token mixer of `layer_patterns.LayerParts`: a function (config, number of keys that a token sees) ->
 multiplications for a token."""
+
+_STATES: dict[str, Callable[[TransformerConfig], float]] = {
+    "gated_delta_net": _delta_states,
+    "mamba": _mamba_states,
+}
+"""For each recurrent token mixer: a function config -> multiplications with its state for a token."""
 
 
 def _channel_mixer(config: TransformerConfig, kind: str | None) -> int:
@@ -234,6 +250,16 @@ def flops_per_token(
     heads = h * padded_vocab_size * (depths + 1) + _transform(config, bidirectional)
     join = depths * (3 * h + 2 * h * h)  # the norms and the projection before each depth of multi-token prediction
     return 6 * (of_layers + join + heads)
+
+
+def weight_multiplications(config: TransformerConfig, padded_vocab_size: int) -> float:
+    """Returns the multiplications with weights in forward for one token, by Megatron-LM's count: all but those of
+    attention scores and of recurrent states."""
+    states = 0.0
+    for number in range(1, config.num_layers + (config.mtp_num_layers or 0) + 1):
+        state = _STATES.get(layer_parts(config, number).token_mixer or "")
+        states += state(with_sizes_of(config, described_layer(config, number))) if state else 0.0
+    return flops_per_token(config, padded_vocab_size, 0) / 6 - states
 
 
 def _counted(config: TransformerConfig, parts: LayerParts, keys: float) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.transformer.layer_costs import training_flops
 from megatron.data.datasets.blend_stages import blend_until
 from megatron.data.datasets.indexed_dataset import IndexedDataset
 from megatron.data.datasets.object_store import is_url
@@ -16,13 +15,14 @@ from megatron.data.tokenizer.base import Tokenizer
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.diagnosis.memory.peak import RankPeak, peaks_or_reason
 from megatron.diagnosis.memory.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
-from megatron.diagnosis.planning.regrouping import RegroupingGain, regrouping_gain
+from megatron.diagnosis.planning.regrouping import PackedDocuments, RegroupingGain, packed_documents, packs_documents
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_checks import check_data_of_run
 from megatron.training.data.data_contract import keep_data_contract, planned_tokenizer
 from megatron.training.data.sources import blends, stages_of_run
+from megatron.training.log.throughput import flops_of_samples
 from megatron.training.providers import Providers
 from megatron.training.setup.sizes import resolve_auto_layout, vocabulary_rows
 
@@ -59,10 +59,16 @@ class DryRun:
     """The peak of each kind of rank; empty if activations cannot be counted."""
     why_no_peaks: str = ""
     """Why `peaks` is empty."""
-    regrouping: RegroupingGain | None = None
-    """What dynamic context parallelism saves; None without it, or without data of documents at hand."""
+    documents: PackedDocuments | None = None
+    """Documents of the run's data in simulated steps, with --gpu or dynamic context parallelism; None if attention does
+    not keep documents apart, or without data of documents at hand."""
     notes: tuple[str, ...] = ()
     """Lines about everything that depends on the size of the vocabulary."""
+
+    @property
+    def regrouping(self) -> RegroupingGain | None:
+        """What dynamic context parallelism saves; None without it, or without data of documents at hand."""
+        return self.documents if isinstance(self.documents, RegroupingGain) else None
 
     @property
     def memory(self) -> MemoryBytes:
@@ -94,20 +100,13 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
         ranks=tuple(ranks),
         tokens_per_step=training.global_batch_size * length,
         microbatches_per_step=BatchSchedule.from_config(training, config.grid.data, length).final_num_microbatches,
-        flops_per_step=training_flops(
-            config.transformer,
-            padded,
-            length,
-            training.global_batch_size,
-            config.decoder_seq_length,
-            bidirectional=config.is_bidirectional,
-        ),
+        flops_per_step=flops_of_samples(config, padded, training.global_batch_size),
         data=tuple(_passes_over_data(config)),
         tokenizer=tokenizer,
         config=config,
         peaks=peaks,
         why_no_peaks=reason,
-        regrouping=_regrouping(config, tokenizer),
+        documents=_documents(config, tokenizer),
         notes=tuple(notes),
     )
 
@@ -140,12 +139,14 @@ def _passes_over(blend: Blend, share: float, wanted: int | None, planned: bool) 
         yield Passes(prefix, size, None if wanted is None or size == 0 else wanted * part / size)
 
 
-def _regrouping(config: PretrainConfig, tokenizer: Tokenizer) -> RegroupingGain | None:
+def _documents(config: PretrainConfig, tokenizer: Tokenizer) -> PackedDocuments | None:
     blend, per_split = blends(config)
     blend = blend if per_split is None else per_split[0]
-    if not config.transformer.hybrid_context_parallel or blend is None or config.data.data_contract is not None:
+    is_asked = config.transformer.hybrid_context_parallel or config.hardware.gpu is not None
+    is_at_hand = blend is not None and config.data.data_contract is None and not config.data.datasets_of_script
+    if blend is None or not (packs_documents(config) and is_asked and is_at_hand):
         return None
-    return regrouping_gain(config, blend, tokenizer)
+    return packed_documents(config, blend, tokenizer)
 
 
 def tokens_to_train_on(config: PretrainConfig) -> int | None:

@@ -40,7 +40,7 @@ def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
         run = dry_run(config, providers)
         times = []
         if config.hardware.gpu is not None:
-            times = list(time_lines(run.config, launch, run.padded_vocab_size, run.parameters, run.regrouping))
+            times = list(time_lines(run.config, launch, run.padded_vocab_size, run.parameters, run.documents))
         if config.hardware.plot is not None and run.peaks:
             drawn = draw_peaks(run.peaks, memory_of_gpu(run.config), Path(config.hardware.plot) / "memory.svg")
             times.append(f"picture     {drawn}")
@@ -164,6 +164,9 @@ def _peak_lines(run: DryRun) -> Iterator[str]:
         f"peak        {short_size(peak.allocated)} allocated in a step{_on_rank(run, peak)}: {', '.join(parts)}, "
         f"workspace {short_size(peak.workspace)}; CUDA and NCCL take about {short_size(peak.context)} more"
     )
+    moving = max(run.peaks, key=lambda peak: peak.host)
+    if moving.host:
+        yield f"host memory {size_text(moving.host)}{_on_rank(run, moving)}: offloaded activations, page-locked"
     if imbalance_of(run.config) != 1.0:
         yield f"            with {imbalance_of(run.config)} times the mean of tokens at the busiest rank's experts"
     total, name = memory_of_gpu(run.config)
@@ -185,7 +188,9 @@ def way_lines(run: DryRun, providers: Providers) -> Iterator[str]:
 
 
 def _on_rank(run: DryRun, peak: RankPeak) -> str:
-    return "" if run.config.world_size == 1 else f" on rank {peak.rank} and {peak.ranks - 1} like it"
+    if run.config.world_size == 1:
+        return ""
+    return f" on rank {peak.rank}" + (f" and {peak.ranks - 1} like it" if peak.ranks > 1 else "")
 
 
 def fullest_rank(run: DryRun) -> int:

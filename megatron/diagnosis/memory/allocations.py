@@ -68,11 +68,24 @@ class Allocations(TorchDispatchMode):
     def _note(self, storage: UntypedStorage) -> None:
         if storage.device.type != self.device or storage in self._seen:
             return
-        size = -(-storage.nbytes() // self.granule) * self.granule
+        size = self._size(storage.nbytes())
         self._seen[storage] = None
         self.live += size
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._end, size)
 
+    def _size(self, nbytes: int) -> int:
+        return -(-nbytes // self.granule) * self.granule
+
     def _end(self, size: int) -> None:
         self.live -= size
+
+
+class HostAllocations(Allocations):
+    """Counts page-locked host memory, of which torch's allocator gives out powers of two bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+
+    def _size(self, nbytes: int) -> int:
+        return max(self.granule, 1 << max(nbytes - 1, 0).bit_length())

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.runner import StepLosses
 from megatron.core.pipeline_parallel.stage_map import StageModules
 from megatron.core.pipeline_parallel.stages import StatesIn, pipeline_of, states_into_stages
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.diagnosis.memory.allocations import Allocations, Span
+from megatron.diagnosis.memory.allocations import Allocations, HostAllocations, Span
 from megatron.diagnosis.memory.micro_batches import ShapeOnlyData
 from megatron.training.providers import Context, ForwardStep
 
@@ -46,6 +46,8 @@ class ChunkBytes:
     """The hidden states that the chunk sends."""
     head: int
     """The part of `kept` that the head and the loss made: logits, mostly."""
+    host: int = 0
+    """Offloaded activations in host memory, from the end of forward to backward."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,11 @@ class ChunkCounter:
             gradients = _main_grads(parameters, self.context.config.ddp.main_grads_dtype)
         queue = WeightGradientQueue(parameters)
         hidden_in = self._hidden_in(stage)
-        allocations, delays = Allocations(), self._delays
+        allocations, host, delays = Allocations(), HostAllocations(), self._delays
         allocations.leave_out([*parameters, *gradients, *chunk.buffers(), *_of(hidden_in)])
-        with allocations, _start_of_head(chunk, allocations) as before_head, _spans_of_units(chunk, allocations):
+        with allocations, host, _start_of_head(chunk, allocations) as before_head, _spans_of_units(chunk, allocations):
             self._forward(chunk, stage, hidden_in, None)  # fills caches: rotary angles, weights in fp8
-            first = allocations.live
+            first, first_on_host = allocations.live, host.live
             allocations.start()
             turn = CooperativeTurn() if delays else None
             result: Any = self._forward(chunk, stage, hidden_in, turn)
@@ -92,7 +94,7 @@ class ChunkCounter:
             if not stage.loss:
                 out, gradient = result.untyped_storage().nbytes(), torch.empty_like(result)
                 result = torch.autograd.graph.get_gradient_edge(result)
-            kept = allocations.live - out
+            kept, kept_on_host = allocations.live - out, host.live - first_on_host
             allocations.start()
             with contextlib.ExitStack() as stack:
                 if defers:
@@ -117,8 +119,15 @@ class ChunkCounter:
             message_in=sum(tensor.untyped_storage().nbytes() for tensor in _of(hidden_in)),
             message_out=out,
             head=kept - before_head[-1] if stage.loss and before_head else 0,
+            host=kept_on_host if self._offloads else 0,
         )
         return CountedChunk(total, _above(first, forward), _above(first, backward), defers)
+
+    @property
+    def _offloads(self) -> bool:
+        """Whether activations are moved to host memory."""
+        transformer = self.context.config.transformer
+        return transformer.cpu_offloading_num_layers > 0 or transformer.fine_grained_activation_offloading
 
     @property
     def _delays(self) -> bool:

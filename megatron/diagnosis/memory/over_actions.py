@@ -33,6 +33,18 @@ def peak_of_actions(actions: Iterable[Action], chunks: Sequence[ChunkBytes]) -> 
     return peak
 
 
+def host_peak_of_actions(actions: Iterable[Action], chunks: Sequence[ChunkBytes]) -> int:
+    """Returns the most host memory that offloaded activations take in a step with these actions."""
+    most = now = 0
+    for action in actions:
+        if action.kind is ActionKind.FORWARD:
+            now += chunks[action.chunk].host
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
+            now -= chunks[action.chunk].host
+        most = max(most, now)
+    return most
+
+
 def _change(kind: ActionKind, chunk: ChunkBytes) -> tuple[int, int, int]:
     """Returns the most that an action takes above what the rank keeps, the change of messages, and the change of what
     the rank keeps."""

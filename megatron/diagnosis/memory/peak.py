@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.data.tokenizer.base import Tokenizer
 from megatron.diagnosis.memory.as_on_gpu import as_on_gpu
 from megatron.diagnosis.memory.chunk_bytes import ChunkBytes, ChunkCounter
-from megatron.diagnosis.memory.over_actions import MicroBatchPeak, peak_of_actions
+from megatron.diagnosis.memory.over_actions import MicroBatchPeak, host_peak_of_actions, peak_of_actions
 from megatron.diagnosis.memory.rank_memory import BuiltChunks, MemoryBytes, build_chunks, memory_of_shard, shard_of
 from megatron.diagnosis.memory.repeated_layers import count_repeated, layer_kind
 from megatron.training.batch_schedule import BatchSchedule
@@ -64,6 +64,8 @@ class RankPeak:
     """Scratch memory of libraries, from torch's allocator."""
     context: int
     """CUDA's context and NCCL's buffers, outside torch's allocator."""
+    host: int = 0
+    """Activations in host memory, at their own peak."""
 
     @property
     def allocated(self) -> int:
@@ -170,8 +172,9 @@ class _Peaks:
             if key not in built:
                 built[key] = self._count(rank, parts)
             memory, chunks = built[key]
-            peak = peak_of_actions(rank_actions(schedule, pp_rank), chunks)
-            yield self._rank_peak(rank, memory, chunks, peak)
+            actions = rank_actions(schedule, pp_rank)
+            peak, host = peak_of_actions(actions, chunks), host_peak_of_actions(actions, chunks)
+            yield dataclasses.replace(self._rank_peak(rank, memory, chunks, peak), host=host)
 
     def _schedule(self) -> Schedule:
         """Returns the schedule, with only so many micro-batches that more change nothing."""

@@ -22,6 +22,9 @@ class RankWeights:
     experts: float
     largest_unit: float
     """Elements of the unit that is reduced last and gathered first: the embedding, or a layer."""
+    frozen_dense: float = 0.0
+    """Elements of frozen weights, which sharded parameters gather too. The others are trained."""
+    frozen_experts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,15 @@ def _communication(
     the weights are gathered in its place."""
     item = run.optimizer.params_dtype.itemsize
     reduced = run.ddp.main_grads_dtype.itemsize if run.ddp.grad_reduce_in_fp32 else item
-    sizes = (weights.dense, weights.experts)
+    sizes = gathered = (weights.dense, weights.experts)
+    if strategy.shards_weights:
+        gathered = (weights.dense + weights.frozen_dense, weights.experts + weights.frozen_experts)
     reduce = total(cluster.gather_seconds(size * reduced, group) for size, group in zip(sizes, groups, strict=True))
     second = item if strategy.shards_state else reduced
-    gather = total(cluster.gather_seconds(size * second, group) for size, group in zip(sizes, groups, strict=True))
+    gather = total(cluster.gather_seconds(size * second, group) for size, group in zip(gathered, groups, strict=True))
     if not reduce.value:
         return Figure(0.0, "no data parallel ranks")
-    share = weights.largest_unit / max(1.0, weights.dense + weights.experts)
+    share = weights.largest_unit / max(1.0, sum(gathered))
     if strategy.shards_weights:
         # Each micro-batch gathers the weights for forward and for backward and reduces the gradients.
         parts = [

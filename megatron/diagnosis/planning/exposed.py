@@ -56,7 +56,8 @@ def _tensor_parallel(run: PretrainConfig, stage: StageModules, cluster: Cluster,
     """A unit is the gathering of the hidden states of all tokens. With sequence parallelism a pair of a column and a
     row parallel layer gathers its input and scatters its output in forward. In backward it gathers the output's
     gradient; gathering its input again and scattering the input's gradient run behind products. Without it, two
-    all-reduces of two units each, of which the one of backward runs behind a weight gradient."""
+    all-reduces of two units each, of which the one of backward runs behind a weight gradient. Frozen weights have no
+    such gradient: inputs are not gathered again, and nothing hides the sums of their gradients."""
     config, sizes = run.transformer, Sizes(run)
     unit = cluster.gather_seconds(sizes.tokens * sizes.row, ranks)
     pairs = sum(_column_row_pairs(run, number) for number in stage.layers) + stage.prediction_layers * 2
@@ -65,6 +66,8 @@ def _tensor_parallel(run: PretrainConfig, stage: StageModules, cluster: Cluster,
         forward, backward, hidden = 2.0 * pairs + ends / 2, 1.0 * pairs + ends / 2, 2.0 * pairs + ends / 2
     else:
         forward, backward, hidden = 2.0 * pairs + ends, ends / 2, 2.0 * pairs
+    if run.adapters.lora_rank is not None:
+        backward, hidden = backward + (pairs if config.sequence_parallel else 2.0 * pairs), hidden - 2.0 * pairs
     if config.tp_comm_overlap:
         # Products are cut into as many pieces as there are ranks; the communication of one piece is exposed.
         share = 1 / grid_size if (grid_size := len(ranks)) > 1 else 0.0

@@ -94,6 +94,8 @@ def _products(products: Iterable[tuple[Product, int]], gpu: Gpu) -> Passes:
             (each.outputs, each.inputs, each.rows),
         )
         for number, shape in enumerate(shapes):
+            if number and not each.backward[number - 1]:
+                continue
             times[number].append(product_seconds(each, shape, gpu, gradient=number == 2).times(count))
     return Passes("products", *map(total, times))
 

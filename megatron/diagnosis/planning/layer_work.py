@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from megatron.core.adapters.costs import adapters_of_layer
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.stage_map import StageModules
 from megatron.core.transformer.config.hybrid import mamba_heads
@@ -53,6 +54,11 @@ class Sizes:
     def dtype(self) -> torch.dtype:
         """Type of the activations."""
         return self.config.params_dtype
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether only adapters are trained."""
+        return self.run.adapters.lora_rank is not None
 
     @property
     def row(self) -> int:
@@ -120,6 +126,10 @@ def stage_work(run: PretrainConfig, stage: StageModules, vocab_rows: int, docume
         if run.is_bidirectional:
             work.products[Product(tokens, config.hidden_size, config.hidden_size, sizes.dtype)] += 1
         _head(work, sizes, vocab_rows)
+    if sizes.is_frozen:
+        work.freeze()
+        for number in (*stage.layers, *depths):
+            _adapters(work, sizes, number)
     return work
 
 
@@ -133,7 +143,8 @@ def _kind(config: TransformerConfig, number: int) -> object:
 def _embedding(work: Work, sizes: Sizes) -> None:
     own, row = sizes.own_tokens, sizes.row
     # Backward adds the rows to a float32 gradient.
-    work.move("embedding", 2 * own * row, own * row + 8 * own * sizes.config.hidden_size)
+    backward = 0 if sizes.is_frozen else own * row + 8 * own * sizes.config.hidden_size
+    work.move("embedding", 2 * own * row, backward)
 
 
 def _head(work: Work, sizes: Sizes, vocab_rows: int) -> None:
@@ -300,9 +311,7 @@ def _experts(work: Work, sizes: Sizes, config: TransformerConfig, number: int) -
     if config.moe_latent_size:
         work.products[Product(tokens, config.hidden_size, channels, sizes.dtype)] += 1
         work.products[Product(tokens, channels, config.hidden_size, sizes.dtype)] += 1
-    rows = tokens * config.moe_router_topk * split
-    if config.moe_expert_capacity_factor is not None and config.moe_pad_expert_input_to_capacity:
-        rows = round(rows * config.moe_expert_capacity_factor)
+    rows = _rows_of_experts(sizes)
     outputs = width * (2 if config.gated_linear_unit else 1)
     work.products[Product(rows, channels, outputs, sizes.dtype, fp8, experts=True, weights=local)] += 1
     work.products[Product(rows, width, channels, sizes.dtype, fp8, experts=True, weights=local)] += 1
@@ -311,3 +320,39 @@ def _experts(work: Work, sizes: Sizes, config: TransformerConfig, number: int) -
     work.move("permutation", moved, moved)
     if config.moe_shared_expert_intermediate_size:
         _mlp(work, sizes, config, number, config.moe_shared_expert_intermediate_size)
+
+
+def _rows_of_experts(sizes: Sizes) -> int:
+    """Returns the rows of the experts of this rank."""
+    config = sizes.config
+    rows = sizes.own_tokens * config.moe_router_topk * sizes.run.grid.axis_size("etp")
+    if config.moe_expert_capacity_factor is not None and config.moe_pad_expert_input_to_capacity:
+        rows = round(rows * config.moe_expert_capacity_factor)
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapters
+
+
+def _adapters(work: Work, sizes: Sizes, number: int) -> None:
+    """Adds the adapters of a layer: two products each, the sum with the layer's output, and in backward the sum with
+    the gradient of the layer's input. Dropout and DoRA's norms are not counted."""
+    grid, rank, item = sizes.run.grid, sizes.run.adapters.lora_rank, sizes.dtype.itemsize
+    assert rank is not None
+    for adapter in adapters_of_layer(sizes.run.adapters, sizes.config, number):
+        layer = adapter.layer
+        split = grid.axis_size("etp") if layer.of_experts else sizes.tensor
+        inputs, outputs = (
+            size // (split if layer.split == side else 1)
+            for side, size in (("columns", layer.columns), ("rows", adapter.rows))
+        )
+        read = written = _rows_of_experts(sizes) if layer.of_experts else sizes.tokens
+        if not layer.of_experts and layer.split != "columns":
+            read = sizes.own_tokens
+        if layer.split == "none":
+            written = sizes.own_tokens
+        own = (sizes.config.num_moe_experts or 1) // grid.expert if layer.of_experts else 1
+        for shape in ((read, inputs, rank), (written, rank, outputs)):
+            work.products[Product(*shape, sizes.dtype, experts=layer.of_experts, weights=own)] += 1
+        work.move("adapters", 3 * written * outputs * item, 3 * read * inputs * item)

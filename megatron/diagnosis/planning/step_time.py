@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.core.distributed.sharding_strategy import sharding_strategy_of
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.orders import Schedule
 from megatron.core.pipeline_parallel.schedules import schedule_of
 from megatron.core.pipeline_parallel.simulator import Costs, Timeline
 from megatron.core.pipeline_parallel.stage_map import StageMap, StageModules, stage_map
 from megatron.core.pipeline_parallel.stages import pipeline_of
-from megatron.core.transformer.layer_costs import training_flops
 from megatron.core.transformer.layer_patterns import described_layer, layer_parts
 from megatron.data.tokenizer.build import padded_vocab_size
 from megatron.diagnosis.planning.cluster import Cluster
@@ -31,6 +31,7 @@ from megatron.diagnosis.planning.schedule_time import busy_of_ranks, schedule_ti
 from megatron.diagnosis.planning.work import Work
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.log.throughput import flops_of_samples
 from megatron.training.setup.set_up import resolve_auto_layout
 
 _STEP = Figure(2e-3, "2 ms of Python between steps: an estimate", 0.5)
@@ -40,6 +41,7 @@ _LAUNCHES_OF_EXPERTS, _LAUNCHES_OF_FP8 = 2.1, 2.3
 _UNEVEN = Figure(1.2, "experts' work of the busiest of two expert parallel ranks, bench.py MOE64/ep2-allgather", 0.15)
 HOST, BUBBLE, OPTIMIZER, DATA, STEP = "waiting for the host", "bubble", "optimizer", "data parallel", "between steps"
 MUON = "products of Muon"
+DOCUMENTS = "uneven documents"
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,14 @@ class StepTime:
 
     parts: Mapping[str, Figure]
     """By name: products, attention, scans, memory-bound operations, casts to fp8, waiting for the host, exposed
-    communication by kind (tensor, context, expert, data parallel), bubble, optimizer, products of Muon, between
-    steps."""
+    communication by kind (tensor, context, expert, data parallel), bubble, uneven documents, optimizer, products of
+    Muon, between steps."""
     bubble: float
     """The fraction of all ranks' time in the schedule in which they wait."""
     tokens: int
     """Tokens of a step."""
     flops: float
-    """Model FLOPs of a step (Megatron-LM's count)."""
+    """Model FLOPs of a step, as the log counts them."""
     gpus: int
     peak: Figure | None
     """FLOP/s that `mfu` refers to."""
@@ -133,10 +135,15 @@ class _Stage:
 
 
 def step_time(
-    config: PretrainConfig, cluster: Cluster, vocab_rows: int | None = None, document_tokens: float | None = None
+    config: PretrainConfig,
+    cluster: Cluster,
+    vocab_rows: int | None = None,
+    document_tokens: float | None = None,
+    uneven: float = 1.0,
 ) -> StepTime:
     """Predicts the time of a step. `vocab_rows` is the padded vocabulary; by default it follows from --vocab-size.
-    `document_tokens` is the mean length of the document of a token, if attention keeps documents apart.
+    `document_tokens` is the mean length of the document of a token, if attention keeps documents apart; `uneven` the
+    attention of the slowest ranks, divided by the mean.
 
     Takes less than a second for any number of ranks. Raises UserError if a figure has no measurement or data sheet to
     rest on, or if the model's work is not counted yet.
@@ -159,6 +166,8 @@ def step_time(
     waits = max(0.0, times.seconds - busy)
     if stages.num_stages > 1:
         parts[BUBBLE] = Figure(waits, "the simulated schedule", total(parts.values()).error)
+    if uneven > 1:
+        parts[DOCUMENTS] = uneven_documents(parts, uneven)
     casts = [parts["casts to fp8"], _weight_casts(own, cluster.gpu)]
     parts |= {"casts to fp8": total(casts)} if casts[1].value else {}
     parts |= _end_parts(config, cluster, stages, found, busiest, batches, rows)
@@ -166,9 +175,7 @@ def step_time(
         parts={name: part for name, part in parts.items() if part.value},
         bubble=times.bubble if stages.num_stages > 1 else 0.0,
         tokens=training.global_batch_size * length,
-        flops=training_flops(
-            config.transformer, rows, length, training.global_batch_size, bidirectional=config.is_bidirectional
-        ),
+        flops=flops_of_samples(config, rows, training.global_batch_size),
         gpus=config.world_size,
         peak=cluster.gpu.peak(config.transformer.fp8 is not None),
         steps=_steps(config),
@@ -177,6 +184,14 @@ def step_time(
         schedule=times.schedule,
         timeline=times.timeline,
     )
+
+
+def uneven_documents(parts: Mapping[str, Figure], uneven: float) -> Figure:
+    """Returns the time that a step with these parts takes longer if the attention of the slowest ranks is so many times
+    the mean."""
+    attention = parts.get("attention", Figure(0.0, "no attention"))
+    source = f"simulated rows of the run's documents; {attention.source}"
+    return Figure(attention.value * (uneven - 1), source, attention.error + 0.1)
 
 
 def _vocab_rows(config: PretrainConfig) -> int:
@@ -244,6 +259,8 @@ def _stage(config: PretrainConfig, stage: StageModules, work: Work, cluster: Clu
     weights = sum(each.weight_gradient.value for each in passes)
     launches = _launches(config, work, cluster)
     parts = (launches.value / 3, launches.value / 3, launches.value / 3)
+    if config.adapters.lora_rank is not None:  # backward is one part, without the products of frozen weights
+        parts = (launches.value / 3, launches.value * 2 / 3 - weights, 0.0)
     waits = [max(0.0, part - own) for part, own in zip(parts, (forward, inputs, weights), strict=True)]
     if stage.index == 0 and after == place:  # one stage: the host is ahead in one pass and late in another
         waits = [max(0.0, launches.value - forward - inputs - weights), 0.0, 0.0]
@@ -333,26 +350,37 @@ def _end_parts(
 ) -> dict[str, Figure]:
     """Returns what a step adds to its micro-batches on the ranks that hold the most weights."""
     most, end, muon = -1.0, None, Figure(0.0, "no such products")
+    has_adapters, gathers = config.adapters.lora_rank is not None, sharding_strategy_of(config.ddp).shards_weights
     embedding = rows // config.transformer.tensor_model_parallel_size * config.transformer.hidden_size
     for place in {0, stages.pipeline_size - 1, rank}:
         own = [found[index] for index in _of_rank(stages, place)]
         held = sum(stages.stages[index].embedding for index in _of_rank(stages, place))
-        dense = sum(stage.work.weights(experts=False) for stage in own) + held * embedding
-        experts = sum(stage.work.weights(experts=True) for stage in own)
+        dense, experts = _elements(own, held * embedding, trained=False)
+        trained = _elements(own, 0 if has_adapters else held * embedding, trained=True)
         layers = sum(stage.work.layers for stage in own)
-        largest = max(held * embedding, (dense - held * embedding + experts) / max(1, layers))
+        if has_adapters and not gathers:
+            largest = sum(trained) / max(1, layers)
+        else:
+            largest = max(held * embedding, (dense - held * embedding + experts) / max(1, layers))
         if dense + experts <= most:
             continue
         most = dense + experts
         last = sum(stage.busy - stage.costs.forward for stage in own)
         first = sum(stage.costs.forward for stage in own)
         ranks = config.grid.group(0, ("pp",))
-        weights = RankWeights(dense, experts, largest)
+        weights = RankWeights(*trained, largest, dense - trained[0], experts - trained[1])
         end = step_end(config, cluster, weights, ranks[place], last, first, batches)
         if "muon" in config.optimizer.optimizer:
             muon = muon_products(config, cluster.gpu, _matrices(own, rows), ranks[place])
     assert end is not None
     return {DATA: end.exposed, OPTIMIZER: end.update, MUON: muon, STEP: _STEP}
+
+
+def _elements(found: Sequence[_Stage], embedding: int, trained: bool) -> tuple[int, int]:
+    """Returns the elements of weights of dense layers with the embedding, and of experts; `trained`: not of frozen
+    ones."""
+    dense, experts = (sum(stage.work.weights(kind, trained) for stage in found) for kind in (False, True))
+    return dense + embedding, experts
 
 
 def _matrices(found: Sequence[_Stage], vocab_rows: int) -> Counter[tuple[int, int]]:

@@ -4,13 +4,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.core.adapters.config import LoraConfig
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.drawing import as_svg
 from megatron.core.pipeline_parallel.simulator import TimedAction, Timeline
 from megatron.diagnosis.planning.cluster import Cluster, link_of
 from megatron.diagnosis.planning.gpus import gpu_named
-from megatron.diagnosis.planning.regrouping import RegroupingGain
-from megatron.diagnosis.planning.step_time import DATA, HOST, MUON, OPTIMIZER, STEP, StepTime, step_time
+from megatron.diagnosis.planning.regrouping import PackedDocuments, RegroupingGain, packs_documents
+from megatron.diagnosis.planning.step_time import (
+    DATA,
+    HOST,
+    MUON,
+    OPTIMIZER,
+    STEP,
+    StepTime,
+    step_time,
+    uneven_documents,
+)
 from megatron.training.config.hardware import HardwareConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment, gpus_of_node
@@ -32,24 +42,30 @@ def time_lines(
     launch: LaunchEnvironment,
     vocab_rows: int,
     parameters: int,
-    regrouping: RegroupingGain | None = None,
+    documents: PackedDocuments | None = None,
 ) -> Iterator[str]:
     """Yields the lines about time for a run with --gpu. `vocab_rows` is the padded vocabulary, `parameters` the number
-    of parameters of the model, and `regrouping` what dynamic context parallelism saves; None: not known. Raises
-    UserError for an unknown GPU or link, or a folder of --plot that cannot be written."""
+    of parameters of the model, and `documents` those of packed rows; None: not known. Raises UserError for an unknown
+    GPU or link, or a folder of --plot that cannot be written."""
     hardware = config.hardware
     cluster = cluster_of(hardware, launch, config.world_size)
     assumed = gpus_of_node(hardware.gpus_per_node, launch) is None and config.world_size > 1
     note = " (assumed; --gpus-per-node tells it)" if assumed else ""
     yield f"machines    {cluster.gpus:,} x {cluster.gpu.title}, {cluster.gpus_per_node} in a node{note}"
     try:
-        time = step_time(config, cluster, vocab_rows, None if regrouping is None else regrouping.document_tokens)
+        time = step_time(config, cluster, vocab_rows, *_lengths(documents))
     except UserError as error:
         yield f"time        not predicted: {error}"
         return
     yield from _step_lines(time)
+    uncounted = list(_uncounted_of_adapters(config.adapters))
+    if uncounted:
+        yield f"            not counted: {', '.join(uncounted)}"
     if config.transformer.hybrid_context_parallel:
-        yield _regrouped_line(time, regrouping)
+        yield _regrouped_line(time, documents)
+    elif packs_documents(config) and documents is None:
+        why = "synthetic (--mock-data)" if config.data.mock_data else "not at hand"
+        yield f"            attention is counted over whole rows, since the data is {why}: with documents it is faster"
     yield from _run_lines(time, parameters)
     yield from _part_lines(time)
     if hardware.plot is not None:
@@ -67,14 +83,32 @@ def _step_lines(time: StepTime) -> Iterator[str]:
         yield "            the GPU waits for its host: such steps took 15% less to 34% more than predicted"
 
 
-def _regrouped_line(time: StepTime, found: RegroupingGain | None) -> str:
-    if found is None:
+def _uncounted_of_adapters(lora: LoraConfig) -> Iterator[str]:
+    """Yields the work of adapters of which no time is known."""
+    if lora.lora_dropout:
+        yield "dropout of adapters (--lora-dropout)"
+    if lora.use_dora:
+        yield "norms of adapted weights (--use-dora)"
+    if lora.lora_base_weights == "nf4":
+        yield "decoding of weights in 4 bits (--lora-base-weights)"
+
+
+def _lengths(documents: PackedDocuments | None) -> tuple[float | None, float]:
+    """Returns what `step_time` reads of documents. Dynamic context parallelism has a line of its own about waiting."""
+    if documents is None:
+        return None, 1.0
+    return documents.document_tokens, 1.0 if isinstance(documents, RegroupingGain) else documents.uneven
+
+
+def _regrouped_line(time: StepTime, found: PackedDocuments | None) -> str:
+    if not isinstance(found, RegroupingGain):
         return "            --hybrid-context-parallel is not counted: it depends on the lengths of the data's documents"
     at_end = sum(time.part(name).value for name in (OPTIMIZER, MUON, DATA, STEP))
-    even = (time.seconds.value - at_end) / found.work  # as if no rank waited for another
+    even = (time.seconds.value - at_end) / found.row_work  # as if no rank waited for another
+    in_rows = time.seconds.value + uneven_documents(time.parts, found.uneven).value
     return (
         f"            that is without waiting: about {_seconds(at_end + even * found.regrouped)} with "
-        f"--hybrid-context-parallel, and {_seconds(at_end + even * found.in_rows)} in rows"
+        f"--hybrid-context-parallel, and {_seconds(in_rows)} in rows"
     )
 
 

@@ -1,6 +1,7 @@
 """The work of a micro-batch on one rank: products, attention, and bytes that memory-bound operations move. A
 memory-bound operation counts as reading its inputs once and writing its outputs once."""
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -93,10 +94,18 @@ class Work:
         self.layers += times * other.layers
         self.kernels += times * other.kernels
 
-    def weights(self, experts: bool) -> int:
-        """Returns the elements of the weights of products: of dense layers, or of the experts of this rank."""
+    def freeze(self) -> None:
+        """Leaves out the gradients of all weights."""
+        frozen: Counter[Product] = Counter()
+        for product, count in self.products.items():
+            frozen[dataclasses.replace(product, backward=(product.backward[0], False))] += count
+        self.products = frozen
+
+    def weights(self, experts: bool, trained: bool = False) -> int:
+        """Returns the elements of the weights of products: of dense layers, or of the experts of this rank. `trained`:
+        only of those whose gradients are computed."""
         return sum(
             count * product.inputs * product.outputs * (product.weights if experts else 1)
             for product, count in self.products.items()
-            if product.experts == experts
+            if product.experts == experts and (product.backward[1] or not trained)
         )

@@ -8,7 +8,6 @@ from torch import nn
 
 from megatron.core.declarations.config_fields import value_text
 from megatron.core.timers import Timers
-from megatron.core.transformer.layer_costs import training_flops
 from megatron.core.utils.stores import is_url
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -21,7 +20,7 @@ from megatron.training.log.metrics import StepMetrics
 from megatron.training.log.records import LogWriter
 from megatron.training.log.spikes import SpikeWatch
 from megatron.training.log.tensorboard import TagChoices, tensorboard_log, wandb_log
-from megatron.training.log.throughput import peak_tflops
+from megatron.training.log.throughput import flops_of_samples, peak_tflops
 from megatron.training.log.trackers import RunFacts, tracker_log
 from megatron.training.log.training_log import TrainingLog
 from megatron.training.state import TrainState
@@ -64,14 +63,7 @@ def build_log(
         log_interval=config.logging.log_interval,
         world_size=environment.world_size,
         tokens_per_sample=length,
-        flops_per_sample=training_flops(
-            transformer,
-            padded_vocab_size,
-            length,
-            1,
-            config.decoder_seq_length,
-            bidirectional=config.is_bidirectional,
-        ),
+        flops_per_sample=flops_of_samples(config, padded_vocab_size, 1),
         peak_tflops=peak,
         log_throughput=config.logging.log_throughput,
         layers=LayerReports(model, groups, environment.device),

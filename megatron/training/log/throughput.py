@@ -7,7 +7,27 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from megatron.core.adapters.costs import adapter_training_flops
+from megatron.core.transformer.layer_costs import training_flops
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.log.records import Speed
+
+
+def flops_of_samples(config: PretrainConfig, padded_vocab_size: int, samples: int) -> int:
+    """Returns the floating point operations of training on so many samples: Megatron-LM's count, or, in a run with
+    adapters, that of `adapter_training_flops`, which leaves the gradients of frozen weights out."""
+    length = config.data.seq_length
+    assert length is not None
+    if config.adapters.lora_rank is not None:
+        return adapter_training_flops(config.adapters, config.transformer, padded_vocab_size, length, samples)
+    return training_flops(
+        config.transformer,
+        padded_vocab_size,
+        length,
+        samples,
+        config.decoder_seq_length,
+        bidirectional=config.is_bidirectional,
+    )
 
 
 class StepClock:

@@ -61,6 +61,23 @@ def test_a_dry_run_of_128_ranks() -> None:
     assert "parameters  6,666,797,056; vocabulary 50,258, stored as 50,688" in text
 
 
+def test_offloaded_activations_are_in_host_memory() -> None:
+    """Queries, keys and values of a layer share 192 KiB, for which torch's allocator takes 256 KiB. The first of two
+    pipeline ranks keeps two micro-batches."""
+    cores = "--fine-grained-activation-offloading --offload-modules core_attn --min-offloaded-tensor-size 1"
+    flags = f"{cores} --pipeline-model-parallel-size 2 --global-batch-size 8"
+
+    def lines(flags: str, ranks: int) -> list[str]:
+        config = configured(flags, ranks=ranks)
+        return [line for line in report_lines(config, dry_run(config, TRAINS)) if line.startswith("host memory")]
+
+    assert lines(cores, 1) == ["host memory 512.00 KiB (524,288 bytes): offloaded activations, page-locked"]
+    assert lines(flags, 2) == ["host memory 512.00 KiB (524,288 bytes) on rank 0: offloaded activations, page-locked"]
+    by_layer = lines("--cpu-offloading-num-layers 1 --optimizer-cpu-offload", 1)
+    assert [line.partition(": ")[2] for line in by_layer] == ["optimizer state", "offloaded activations, page-locked"]
+    assert lines("", 1) == []
+
+
 def test_files_of_weights_and_state() -> None:
     flags = "--bf16 --use-torch-fsdp2 --optimizer-cpu-offload --param-nvme-offload-path /weights"
 

@@ -4,6 +4,9 @@ import dataclasses
 import shlex
 import time
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.diagnosis.planning.layer_work import check_is_known, stage_work
 from megatron.diagnosis.planning.work import Product
 from megatron.facades.pretrain import pretrain_config
+from megatron.training.adapters import with_adapters
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
@@ -80,6 +84,50 @@ def test_the_work_is_that_of_a_micro_batch(flags: str) -> None:
         recorder.flops(),
         rel=0.02,  # a query sees (length + 1) / 2 keys, and Megatron-LM counts length / 2
     )
+
+
+@pytest.mark.parametrize("more", ["", EXPERTS])
+def test_frozen_weights_take_no_gradients(tmp_path: Path, more: str) -> None:
+    """The products of the model's own layers are those of a micro-batch with adapters, each with its backward. The two
+    products of an adapter follow, and the optimizer sees the adapters alone."""
+    run(configured(f"{TINY}{LLAMA}{more} --save {tmp_path}"), pretrain_gpt.build_forward_step)
+    recorder = Recorder()
+    config = configured(f"{TINY}{LLAMA}{more} --pretrained-checkpoint {tmp_path} --lora-rank 6")
+    with recorder.installed():
+        run(config, lambda context: recorder.around(pretrain_gpt.build_forward_step(context)))
+    (stage,) = stage_map(config.transformer).stages
+    work = stage_work(config, stage, 128)
+    of_adapters = Counter(
+        {each: count for each, count in work.products.items() if each.backward == (True, True) and 6 in _sides(each)}
+    )
+    frozen = work.products - of_adapters
+    assert {each.backward for each in frozen} == {(True, False)}
+    recorded = Counter({each: count for each, count in recorder.products.items() if 6 not in _sides(each)})
+    assert _with_backward(frozen) == _with_backward(recorded)
+    whole = stage_work(configured(f"{TINY}{LLAMA}{more}"), stage, 128)
+    assert work.products.total() == whole.products.total() + 2 * 4 * 3, "four adapters of a layer"
+    trained = sum(work.weights(experts, trained=True) for experts in (False, True))
+    widths = (32 + 64, 32 + 32, 32 + 96, 48 + 32) if not more else None
+    assert widths is None or trained == 3 * 6 * sum(widths)
+    assert work.backward_bytes["embedding"] == 0 < whole.backward_bytes["embedding"]
+    assert work.forward_bytes["adapters"] > 0
+
+
+def run(config: PretrainConfig, build_forward_step: Callable[..., Any]) -> None:
+    parts = pretrain_gpt.build_model, pretrain_gpt.build_datasets
+    providers = with_adapters(config, Providers(*parts, build_forward_step))
+    pretrain_config(config, providers, time.monotonic())
+
+
+def _sides(each: Product) -> tuple[int, int]:
+    return each.inputs, each.outputs
+
+
+def _with_backward(products: Counter[Product]) -> Counter[Product]:
+    found: Counter[Product] = Counter()
+    for each, count in products.items():
+        found[dataclasses.replace(each, weights=1)] += count
+    return found
 
 
 def _attention(work) -> float:

@@ -13,14 +13,15 @@ from megatron.data.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.diagnosis.dry_run.dry_run import dry_run
 from megatron.diagnosis.dry_run.report import report_lines
-from megatron.diagnosis.planning.regrouping import RegroupingGain, regrouping_gain
+from megatron.diagnosis.planning.regrouping import PackedDocuments, RegroupingGain, packed_documents
 from megatron.diagnosis.planning.time_report import time_lines
 from megatron.training.config.settings import LaunchEnvironment
 
+DYNAMIC = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1024"
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 4096 --max-position-embeddings 4096 "
     "--lr 1e-3 --micro-batch-size 1 --global-batch-size 32 --train-iters 9 --calculate-per-token-loss --bf16 --dry-run "
-    "--attention-dropout 0 --hidden-dropout 0 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1024"
+    f"--attention-dropout 0 --hidden-dropout 0 {DYNAMIC}"
 )
 WORDS = f"{FLAGS} --context-parallel-size 4 --reset-attention-mask --tokenizer-type NullTokenizer --vocab-size 50"
 
@@ -36,7 +37,16 @@ def write(prefix: Path, lengths: list[int]) -> str:
 
 def gain_of(flags: str, prefix: str, ranks: int = 8) -> RegroupingGain:
     config = configured(f"{flags} --data-path {prefix}", base="", ranks=ranks)
-    return regrouping_gain(config, ([prefix], None), build_tokenizer(config.tokenizer))
+    found = packed_documents(config, ([prefix], None), build_tokenizer(config.tokenizer))
+    assert isinstance(found, RegroupingGain)
+    return found
+
+
+def without_gain(flags: str, prefix: str, ranks: int = 8) -> PackedDocuments:
+    """Those of the run without dynamic context parallelism."""
+    words = flags.replace(DYNAMIC, "")
+    config = configured(f"{words} --data-path {prefix}", base="", ranks=ranks)
+    return packed_documents(config, ([prefix], None), build_tokenizer(config.tokenizer))
 
 
 def test_uneven_documents_gain_and_equal_ones_do_not(tmp_path: Path) -> None:
@@ -60,6 +70,7 @@ def test_conversations_leave_their_padding(tmp_path: Path) -> None:
     found = gain_of(flags, str(path))
     assert found.documents == 8 * 32 and found.document_tokens < 2300, "one fits into a row"
     assert found.gain > 1.5, "the rest of each row is padding"
+    assert found.row_work > 1.5 * found.work and found.in_rows >= found.row_work
 
 
 def test_the_report_says_it(tmp_path: Path) -> None:
@@ -74,3 +85,38 @@ def test_the_report_says_it(tmp_path: Path) -> None:
     assert sum("with --hybrid-context-parallel, and " in line for line in times) == 1
     unknown = [*time_lines(config, launch, run.padded_vocab_size, run.parameters)]
     assert any("--hybrid-context-parallel is not counted" in line for line in unknown)
+
+
+def test_ranks_wait_for_those_with_long_documents(tmp_path: Path) -> None:
+    """Four ranks that share a row have parts of different attention, unless they exchange tokens for heads; data
+    parallel ranks wait at the end of the step, less with balanced rows."""
+    equal = write(tmp_path / "equal", [4096] * 9)
+    assert without_gain(WORDS, equal).uneven == pytest.approx(1), "zig-zag parts of one document are alike"
+    uneven = write(tmp_path / "uneven", [4096, *[256] * 64])
+    in_parts = without_gain(WORDS, uneven).uneven
+    assert without_gain(f"{WORDS} --cp-comm-type a2a", uneven).uneven < in_parts - 0.05
+    alone = WORDS.replace("--context-parallel-size 4", "")
+    by_chance, balanced = (without_gain(f"{alone} {flag}", uneven).uneven for flag in ("", "--balanced-packing"))
+    assert 1 <= balanced < by_chance
+    assert without_gain(alone, uneven, ranks=1).uneven == pytest.approx(1)
+
+
+def test_rows_of_documents_are_predicted_by_their_documents(tmp_path: Path) -> None:
+    """The static command says what the dynamic one says of rows."""
+    prefix = write(tmp_path / "text", [3000, 100, 100, 900])
+    data = f"--data-path {prefix} --gpu h200 --gpus-per-node 8"
+    static, dynamic = WORDS.replace(DYNAMIC, ""), times_of(f"{WORDS} {data}")
+    lines = times_of(f"{static} {data}")
+    (in_rows,) = (line.rpartition(" and ")[2] for line in dynamic if "in rows" in line)
+    assert in_rows == " ".join([*lines[1].split()[1:3], "in rows"])
+    assert any(line.strip().startswith("uneven documents") for line in lines)
+    assert not any("whole rows" in line for line in lines)
+    mock = times_of(f"{static} --mock-data --gpu h200 --gpus-per-node 8")
+    assert "attention is counted over whole rows, since the data is synthetic (--mock-data): " in "\n".join(mock)
+    assert not any("whole rows" in line for line in times_of(static.replace("--reset-attention-mask", data)))
+
+
+def times_of(flags: str) -> list[str]:
+    config = configured(flags, base="", ranks=8)
+    run = dry_run(config, GPT)
+    return [*time_lines(config, LaunchEnvironment(8, True), run.padded_vocab_size, run.parameters, run.documents)]

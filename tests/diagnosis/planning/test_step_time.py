@@ -132,6 +132,36 @@ def test_rates_days_and_hours_follow_from_the_step() -> None:
     assert step.weights == step.active_weights > 1e9
 
 
+ADAPTED = f"{LARGE} --num-layers 8 --global-batch-size 8 --pretrained-checkpoint runs/base"
+
+
+def test_frozen_weights_take_no_gradients() -> None:
+    """Two thirds of the products, adapters beside them, and next to no update."""
+    alone, adapted = (predicted(f"{ADAPTED} {flags}", 1) for flags in ("", "--lora-rank 16"))
+    assert 2 / 3 < adapted.part("products").value / alone.part("products").value < 0.75
+    assert adapted.part("attention") == alone.part("attention")
+    assert adapted.part("optimizer").value < 0.01 * alone.part("optimizer").value
+    assert 4 / 6 < adapted.flops / alone.flops < 0.75
+    assert adapted.mfu is not None and adapted.mfu.value == pytest.approx(
+        adapted.flops / adapted.seconds.value / 989.4e12
+    )
+    assert adapted.seconds.value < 0.8 * alone.seconds.value
+
+
+def test_frozen_weights_are_not_reduced_but_gathered_where_they_are_sharded() -> None:
+    alone, adapted = (predicted(f"{ADAPTED} --global-batch-size 64 {flags}", 64) for flags in ("", "--lora-rank 16"))
+    assert adapted.part("data parallel").value < 0.02 * alone.part("data parallel").value
+    sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --lora-rank 16"
+    gathered = predicted(f"{ADAPTED} --global-batch-size 64 {sharded}", 64).part("data parallel")
+    assert gathered.value > 10 * adapted.part("data parallel").value
+
+
+@pytest.mark.parametrize("flags", [ADAPTED, ADAPTED.replace("--sequence-parallel ", "")])
+def test_no_weight_gradient_hides_the_sums_of_tensor_parallel_ranks(flags: str) -> None:
+    alone, adapted = (predicted(f"{flags} --tensor-model-parallel-size 8 {lora}", 8) for lora in ("", "--lora-rank 16"))
+    assert adapted.part("tensor parallel").value > 1.05 * alone.part("tensor parallel").value
+
+
 def test_slower_links_take_longer() -> None:
     flags = f"{LARGE} --num-layers 8 --global-batch-size 64".replace("--overlap-grad-reduce", "")
     config = configure((PLAIN + flags).split(), launch_environment=LaunchEnvironment(64, True))

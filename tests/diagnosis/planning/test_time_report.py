@@ -41,6 +41,16 @@ def test_a_run_that_waits_for_its_host_says_how_far_such_predictions_were_off() 
     assert note not in report("--cuda-graph-impl local --hidden-size 4096 --seq-length 4096")
 
 
+def test_work_of_adapters_without_a_known_time_is_named() -> None:
+    flags = "--lora-rank 4 --pretrained-checkpoint base"
+    assert not any("not counted" in line for line in report(flags))
+    found = report(f"{flags} --lora-dropout 0.1 --use-dora --lora-base-weights nf4")
+    assert [line.strip() for line in found if "not counted" in line] == [
+        "not counted: dropout of adapters (--lora-dropout), norms of adapted weights (--use-dora), decoding of weights "
+        "in 4 bits (--lora-base-weights)"
+    ]
+
+
 def test_an_assumed_node_is_named() -> None:
     assert "8 in a node (assumed; --gpus-per-node tells it)" in report(node=None)[0]
 

@@ -40,6 +40,12 @@ def test_writers_are_files_first_and_the_console_last(tmp_path: Path) -> None:
     log.close_writers()
 
 
+def test_frozen_weights_count_four_operations() -> None:
+    """The log of a run with adapters leaves the gradients of frozen weights out."""
+    alone, adapted = (log_of(flags).flops_per_sample for flags in ("", "--lora-rank 1 --pretrained-checkpoint base"))
+    assert alone is not None and adapted is not None and 4 / 6 < adapted / alone < 0.85
+
+
 def test_length_of_the_queue_of_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(build, "tensorboard_log", lambda directory, choices, **others: asked.update(others))
