@@ -1,5 +1,6 @@
 """Saves and loads checkpoints of a run: their content, when they are loaded, and the messages about them."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import chain
@@ -133,8 +134,9 @@ class Checkpoints:
         Raises UserError like `save`."""
         assert self.pending is None, "the save before is not finished"
         if temporary and self._local is not None:
+            started = time.monotonic()
             chunks, facts = self._contents(parts, temporary)
-            self.pending = None, begin_local_save(self._local, chunks, self.memory, facts, self._say)
+            self.pending = None, begin_local_save(self._local, chunks, self.memory, facts, self._say, started)
             return
         root = self._root(parts.state, temporary)
         chunks, facts = self._contents(parts, temporary)

@@ -71,13 +71,15 @@ def begin_local_save(
     memory: StagingMemory,
     facts: Mapping[str, Any],
     say: Callable[[str], None],
+    started: float,
 ) -> PendingLocalSave:
-    """Copies a state to `memory`, and starts the threads that do the rest of `save_local`. Collective."""
+    """Copies a state to `memory`, and starts the threads that do the rest of `save_local`. Training has waited since
+    `started` (`time.monotonic`). Collective."""
 
     def announce(nbytes: int, seconds: float, paused: float) -> None:
         say(_success(local, facts["step"], nbytes, f"{seconds:.2f} s, of which training waited for {paused:.2f} s"))
 
-    pending = local.begin_save(chunks, memory, **_facts_of_copies(facts), announce=announce)
+    pending = local.begin_save(chunks, memory, **_facts_of_copies(facts), started=started, announce=announce)
     return PendingLocalSave(pending, facts["step"], say)
 
 

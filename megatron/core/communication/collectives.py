@@ -322,7 +322,13 @@ def start_exchange(tensor: Tensor, to: int, out: Tensor, source: int, group: Gro
     if not tensor.is_cuda:  # gloo's all-to-all would send an empty message to each other rank
         sends = [dist.isend(outgoing, dst=ranks[to], group=live)] if tensor.numel() else []
         receives = [dist.irecv(incoming, src=ranks[source], group=live)] if out.numel() else []
-        return Pending(out, _Messages([*sends, *receives]), incoming, outgoing, call=call)
+        return Pending(
+            out,
+            _Messages([message for message in (*sends, *receives) if message is not None]),
+            incoming,
+            outgoing,
+            call=call,
+        )
     sent = [tensor.numel() if rank == to else 0 for rank in range(len(ranks))]
     received = [out.numel() if rank == source else 0 for rank in range(len(ranks))]
     # An all-to-all with otherwise empty parts: one launch, whereas a send and a receive could wait for each other.

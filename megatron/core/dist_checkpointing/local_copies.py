@@ -127,11 +127,13 @@ class LocalCopies:
         common: Mapping[str, object],
         config: Mapping[str, object],
         weights_finite: bool | None = None,
+        started: float | None = None,
         announce: Announce = lambda nbytes, seconds, paused: None,
     ) -> PendingCopies:
         """Copies this rank's chunks to `memory` and starts the thread that does the rest of `save`; the chunks may
-        change as soon as this returns. The save before must be finished. `announce` is that of `PendingCopies`."""
-        started = time.monotonic()
+        change as soon as this returns. The save before must be finished. `started` and `announce` are those of
+        `PendingCopies`; by default it starts now."""
+        started = time.monotonic() if started is None else started
         if self._writer_of_thread is None:  # the main thread goes on to communicate over its own groups
             several = self.ranks.size > 1
             assert not several or self.ranks.size == dist.get_world_size(), "every rank makes the group"

@@ -180,7 +180,7 @@ class PendingCopies:
     Args:
         ranks: of the main thread.
         save: what the thread does (`CopyWriter.save`).
-        started: when the main thread began to copy the state (`time.monotonic`).
+        started: when training began to wait (`time.monotonic`).
         announce: called in the thread, once the copies of all ranks are complete, with the bytes of this rank's files,
             the seconds since `started`, and those until the thread started.
     """
