@@ -117,6 +117,7 @@ def test_a_copy_is_written_over_the_one_before_the_last(tmp_path: Path, save: Ca
         path.write_bytes(path.read_bytes() + b"rest")
     run_on_ranks(save, RANKS, str(tmp_path), 7)
     assert len(first) == 2 * RANKS and file_numbers(tmp_path, 7) == first
+    assert not any(path.read_bytes().endswith(b"rest") for path in tmp_path.glob("host*/*/*/iter_*/*"))
     assert outcomes(recover, str(tmp_path)) == (7, [])
 
 
