@@ -1,5 +1,6 @@
 """Saves and loads checkpoints of a run: their content, when they are loaded, and the messages about them."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import chain
@@ -37,7 +38,7 @@ from megatron.training.data.data_record import data_differences, order_differenc
 from megatron.training.hooks.mix_report import Mix
 from megatron.training.inspection.gpt_spelling import Renaming
 from megatron.training.inspection.run_description import describe_run, names_of_this_run, setting_differences
-from megatron.training.local_checkpoints import local_copies, save_local
+from megatron.training.local_checkpoints import PendingLocalSave, begin_local_save, local_copies, save_local
 from megatron.training.lr_schedule import schedule_flag
 from megatron.training.rewind_record import Rewind, RewindRecord, temporary_folder
 from megatron.training.state import (
@@ -88,7 +89,7 @@ class Checkpoints:
         self.record = RewindRecord(self.flags, self._say) if record is None else record
         """Decisions to go back from loss spikes; part of every checkpoint."""
         self.memory = StagingMemory()
-        self.pending: tuple[int | None, PendingSave] | None = None
+        self.pending: tuple[int | None, PendingSave | PendingLocalSave] | None = None
         """Iteration and save that `begin_save` started and `finish_save` has not ended. The iteration is None for a
         temporary checkpoint."""
 
@@ -133,7 +134,9 @@ class Checkpoints:
         Raises UserError like `save`."""
         assert self.pending is None, "the save before is not finished"
         if temporary and self._local is not None:
-            save_local(self._local, *self._contents(parts, temporary), self._say)
+            started = time.monotonic()
+            chunks, facts = self._contents(parts, temporary)
+            self.pending = None, begin_local_save(self._local, chunks, self.memory, facts, self._say, started)
             return
         root = self._root(parts.state, temporary)
         chunks, facts = self._contents(parts, temporary)

@@ -1,14 +1,19 @@
 """--non-persistent-ckpt-type local: a run goes on from the copies on its hosts, with the same losses."""
 
+import re
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.runs import GPT, TINY, differences, train, train_on_ranks
 from support.small_run import SmallRun, equal
 
 from megatron.core.dist_checkpointing import local_copies
+from megatron.core.dist_checkpointing.file_pieces import BUFFER_BYTES
 from megatron.core.dist_checkpointing.local_copies import LocalCopies
+from megatron.core.dist_checkpointing.local_writing import CopyWriter
 from megatron.core.exceptions import UserError
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.diagnosis.dry_run.dry_run import dry_run
@@ -32,7 +37,7 @@ def lose(folder: Path, iteration: int) -> None:
 
 
 def copies(folder: Path) -> set[str]:
-    return {path.name for path in folder.glob("local/*/*/*/*")}
+    return {path.name for path in folder.glob("local/*/*/*/iter_*")}
 
 
 @pytest.mark.fast("--async-save")  # the test of a lost rank saves without it
@@ -128,6 +133,40 @@ def test_a_full_disk_ends_no_run(
     assert "WARNING: no local copies of iteration       1, and training goes on: /local: No space left" in said
 
 
+def test_a_copy_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training changes the state while a copy of it is written. A copy that fails ends no run."""
+    run = SmallRun.make(local_flags(tmp_path, "--async-save"))
+    let_write, save = threading.Event(), CopyWriter.save
+
+    def late(*arguments: Any) -> int:
+        assert let_write.wait(60)
+        return save(*arguments)
+
+    monkeypatch.setattr(CopyWriter, "save", late)
+    then = run.train(1).everything()
+    run.checkpoints.begin_save(run.parts, temporary=True)
+    run.train(1)
+    assert not copies(tmp_path)
+    let_write.set()
+    run.checkpoints.finish_save()
+    said = capsys.readouterr().out
+    assert re.search(r"local copies of iteration       1 are in .*B of rank 0, in .* s, of which training waited", said)
+    assert copies(tmp_path) == {"iter_0000001"}
+    again = SmallRun.make(local_flags(tmp_path), seed=77)
+    assert again.load() and equal(again.everything(), then)
+
+    def full(*_: object) -> int:
+        raise UserError("/local: No space left on device")
+
+    monkeypatch.setattr(CopyWriter, "save", full)
+    run.checkpoints.begin_save(run.parts, temporary=True)
+    run.checkpoints.finish_save()
+    said = capsys.readouterr().out
+    assert "WARNING: no local copies of iteration       2, and training goes on: /local: No space left" in said
+
+
 def test_a_copy_that_breaks_while_it_is_read_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of half a copy must not begin a new run. A copy that does not fit changes nothing, and is left out."""
     run = SmallRun.make(local_flags(tmp_path))
@@ -179,4 +218,16 @@ def test_the_dry_run_says_how_much_they_take(tmp_path: Path, more: str) -> None:
     assert f"checkpoint  {size_text(rank.memory.saved)} in {tmp_path / 'save'}: " in "\n".join(lines)
     said = next(line for line in lines if line.startswith("local copy"))
     assert said.startswith(f"local copy  {size_text(rank.memory.local_copy)} on each rank, in ")
-    assert f": {rank.memory.local_copy / 1e9:.2g} s at 1 GB/s for each rank; two copies while" in said
+    twice = size_text(2 * rank.memory.local_copy)
+    assert f": {rank.memory.local_copy / 1e9:.2g} s at 1 GB/s for each rank; {twice} from the second one on" in said
+    assert not any(line.startswith("staging") for line in lines)
+
+
+def test_the_dry_run_counts_the_memory_of_copies_in_the_background(tmp_path: Path) -> None:
+    flags = f"{TINY} {local_flags(tmp_path, '--async-save')} --vocab-size 127"
+    for ranks, more in ((1, 0), (2, BUFFER_BYTES)):
+        words = f"{flags} --dry-run {'--replication' if ranks > 1 else ''}".split()
+        config = configure(words, launch_environment=LaunchEnvironment(ranks, False))
+        found = dry_run(config, GPT)
+        staged = found.memory.local_copy + more
+        assert f"staging     {size_text(staged)} of host memory on each rank" in "\n".join(report_lines(config, found))

@@ -88,7 +88,9 @@ def _record(
 class Pending:
     """A communication in progress, and its result."""
 
-    def __init__(self, tensor: Tensor, work: Work | None, *kept: Tensor, call: Call | None = None) -> None:
+    def __init__(
+        self, tensor: Tensor, work: "Work | _Messages | None", *kept: Tensor, call: Call | None = None
+    ) -> None:
         self.tensor = tensor
         """Has the result after `wait`."""
         self._finish: Callable[[Tensor], Tensor] | None = None
@@ -119,6 +121,22 @@ class Pending:
         if self._finish is not None:
             self.tensor, self._finish = self._finish(self.tensor), None
         return self.tensor
+
+
+class _Messages:
+    """Messages between ranks in progress, as one."""
+
+    def __init__(self, messages: Sequence[Work]) -> None:
+        self._messages = messages
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(message.is_completed() for message in self._messages)
+
+    def wait(self) -> None:
+        """Waits until all have ended."""
+        for message in self._messages:
+            message.wait()
 
 
 _OWN_DEVICE = Call(Channel("device", ()), 0, "the device")
@@ -300,10 +318,20 @@ def start_exchange(tensor: Tensor, to: int, out: Tensor, source: int, group: Gro
     if out.numel():
         record_traffic("receive", out, lambda: (ranks[source], dist.get_rank()))
     call = activity.begin("exchange", live.group_name, lambda: ranks)
+    incoming, outgoing = out.view(-1), tensor.view(-1)
+    if not tensor.is_cuda:  # gloo's all-to-all would send an empty message to each other rank
+        sends = [dist.isend(outgoing, dst=ranks[to], group=live)] if tensor.numel() else []
+        receives = [dist.irecv(incoming, src=ranks[source], group=live)] if out.numel() else []
+        return Pending(
+            out,
+            _Messages([message for message in (*sends, *receives) if message is not None]),
+            incoming,
+            outgoing,
+            call=call,
+        )
     sent = [tensor.numel() if rank == to else 0 for rank in range(len(ranks))]
     received = [out.numel() if rank == source else 0 for rank in range(len(ranks))]
     # An all-to-all with otherwise empty parts: one launch, whereas a send and a receive could wait for each other.
-    incoming, outgoing = out.view(-1), tensor.view(-1)
     work = _start(live, dist.all_to_all_single, incoming, outgoing, received, sent)
     return Pending(out, work, incoming, outgoing, call=call)
 

@@ -103,19 +103,21 @@ def aligned_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
     return sorted(entries, key=lambda entry: -entry.flat.dtype.itemsize)
 
 
-def write_data_file(disk: Disk, path: Path, entries: Sequence[TensorEntry]) -> WrittenFile:
-    """Writes and syncs a safetensors file of these entries, in this order (see `aligned_order`). Raises OSError."""
+def write_data_file(disk: Disk, path: Path, entries: Sequence[TensorEntry], over: bool = False) -> WrittenFile:
+    """Writes and syncs a safetensors file of these entries, in this order (see `aligned_order`); with `over` an
+    existing file is written over (`Disk.create_over`). Raises OSError."""
     assert sys.byteorder == "little"
     header, offsets = _header(entries)
+    end = offsets[-1] + entries[-1].nbytes if entries else len(header)
     checksums: list[list[int]] = [[] for _ in entries]
-    with disk.create(path) as file, ThreadPoolExecutor(1) as pool:
+    opened = disk.create_over(path, end) if over else disk.create(path)
+    with opened as file, ThreadPoolExecutor(1) as pool:
         disk.write(file, header)
         for index, block in _blocks(entries):
             checksum = pool.submit(zlib.crc32, block)
             disk.write(file, block)
             checksums[index].append(checksum.result())
         disk.sync(file)
-    end = offsets[-1] + entries[-1].nbytes if entries else len(header)
     return WrittenFile(end, zlib.crc32(header), offsets, checksums)
 
 

@@ -63,6 +63,19 @@ class Disk:
         self.before("create", path)
         return open(path, "xb", buffering=_WRITE_BUFFER)
 
+    def create_over(self, path: Path, size: int) -> BinaryIO:
+        """Opens a file for writing from its first byte on, and creates it if there is none. Of an existing file up to
+        `size` bytes stay, to be written over: the first write to new pages of memory takes several times as long."""
+        self.before("create", path)
+
+        def open_and_cut(name: str, flags: int) -> int:
+            descriptor = os.open(name, flags & ~os.O_TRUNC, 0o666)
+            if os.fstat(descriptor).st_size > size:
+                os.ftruncate(descriptor, size)
+            return descriptor
+
+        return open(path, "wb", buffering=_WRITE_BUFFER, opener=open_and_cut)
+
     def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
         """Appends bytes to an open file."""
         self.before("write", Path(file.name))
@@ -91,6 +104,11 @@ class Disk:
             path.unlink()
         else:
             shutil.rmtree(path)
+
+    def remove_file(self, path: Path) -> None:
+        """Deletes a file."""
+        self.before("remove_file", path)
+        path.unlink()
 
     def write_file(self, path: Path, content: bytes) -> None:
         """Creates a file with this content and syncs it."""

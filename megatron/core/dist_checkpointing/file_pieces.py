@@ -12,8 +12,27 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.exceptions import UserError
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 16 << 20
 """Bytes that are sent at once."""
+
+BUFFER_BYTES = 4 * PIECE_BYTES
+"""Host memory of a rank that sends and receives files: while one piece is on its way, the next one is read and the one
+before is written."""
+
+
+class PieceBuffers:
+    """Two pieces of host memory that take turns in a transfer of `size` bytes."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._buffers = [torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8) for _ in range(2)]
+
+    def next(self) -> Tensor:
+        """Returns memory for the next piece; empty at the end."""
+        self._buffers.reverse()
+        piece = self._buffers[0][: min(self._left, PIECE_BYTES)]
+        self._left -= piece.numel()
+        return piece
 
 
 class FileSender:
@@ -22,12 +41,13 @@ class FileSender:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._left = [(path, 0, path.stat().st_size) for path in paths if path.stat().st_size]
+        self._buffers = PieceBuffers(sum(size for _, _, size in self._left))
         self._error: UserError | None = None
 
     def next(self) -> Tensor:
-        """Returns the next piece, in host memory; empty at the end."""
-        length = min(PIECE_BYTES, sum(end - begin for _, begin, end in self._left))
-        piece, at = torch.empty(length, dtype=torch.uint8), 0
+        """Returns the next piece, in host memory; empty at the end. It is valid until the next call but one."""
+        piece, at = self._buffers.next(), 0
+        length = piece.numel()
         view = piece.numpy().data
         while at < length:
             path, begin, end = self._left.pop(0)
@@ -59,11 +79,13 @@ def _read_all(file: io.FileIO, view: memoryview) -> None:
 
 
 class FileReceiver:
-    """Files that arrive one after the other. A write that fails is remembered, and `finish` raises."""
+    """Files that arrive one after the other; those that the folder already has are written over. A write that fails is
+    remembered, and `finish` raises."""
 
     def __init__(self, disk: Disk, folder: Path, files: Sequence[tuple[str, int]]) -> None:
         self._disk = disk
         self._files = [(folder / name, size) for name, size in files]
+        self._sizes = dict(self._files)
         self._open: BinaryIO | None = None
         self._error: OSError | None = None
         self.left = sum(size for _, size in files)
@@ -85,7 +107,7 @@ class FileReceiver:
                 self._files.insert(0, (path, missing - len(part)))
 
     def _append(self, path: Path, part: memoryview, last: bool) -> None:
-        self._open = self._open or self._disk.create(path)
+        self._open = self._open or self._disk.create_over(path, self._sizes[path])
         self._disk.write(self._open, part)
         if last:
             self._disk.sync(self._open)

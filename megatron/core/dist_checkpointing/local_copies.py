@@ -2,10 +2,11 @@
 
 ROOT/of_rank_00003/by_rank_00003/iter_0001000/    what rank 3 holds, written by itself
 ROOT/of_rank_00003/by_rank_00007/iter_0001000/    the same files, sent to rank 7, in ROOT on rank 7's host
+ROOT/of_rank_00003/by_rank_00003/spare/           an older copy, which is never read: the next one is written over it
 
 Each folder is that of a checkpoint (manifest, index, data file) with the files of one rank, and has everything that
 this rank holds: a rank that is still there reads its own copy, and only what is lost is sent. A copy thus serves the
-layout that has written it. Copies of an iteration count once all ranks have one; only then are older ones deleted.
+layout that has written it. Copies of an iteration count once all ranks have one; only then are older ones retired.
 Every rank looks into all of ROOT on its host, so ranks may come back in another order. ROOT may be in host memory
 (`/dev/shm`).
 """
@@ -13,37 +14,30 @@ Every rank looks into all of ROOT on its host, so ranks may come back in another
 import contextlib
 import math
 import os
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
+import torch.distributed as dist
 
-from megatron.core.communication.collectives import start_exchange
 from megatron.core.dist_checkpointing import folders
+from megatron.core.dist_checkpointing.async_saving import StagingMemory
 from megatron.core.dist_checkpointing.checkpoint import broken_tensors, open_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import Log
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import Disk, cannot_write
-from megatron.core.dist_checkpointing.file_pieces import PIECE_BYTES, FileReceiver, FileSender
 from megatron.core.dist_checkpointing.local_runs import ID_FILE, delete_outdated, delete_run, hold, let_go, run_id
-from megatron.core.dist_checkpointing.manifest import (
-    MANIFEST,
-    BrokenCheckpoint,
-    FileDigest,
-    Manifest,
-    index_name,
-    read_bytes,
-    read_manifest,
-)
+from megatron.core.dist_checkpointing.local_writing import Announce, CopyWriter, PendingCopies
+from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint, Manifest, read_manifest
 from megatron.core.dist_checkpointing.planning import Matching, assign_writes, describe_names, match, plan_reads
-from megatron.core.dist_checkpointing.rank_file import write_rank
 from megatron.core.dist_checkpointing.reading import LoadResult, fill_tensors
 from megatron.core.dist_checkpointing.store_disk import disk_at
 from megatron.core.exceptions import UserError
+from megatron.core.utils.torch_groups import create_group
 
 
 def copy_offsets(world_size: int, jump: int, factor: int) -> tuple[int, ...]:
@@ -100,6 +94,8 @@ class LocalCopies:
     ) -> None:
         self.root, self.ranks, self.offsets, self.log, self.disk = root, ranks, offsets, log, disk or Disk()
         self.layout = {"world_size": ranks.size, **layout}
+        self._writer = CopyWriter(root, ranks, offsets, self.disk)
+        self._writer_of_thread: CopyWriter | None = None
         held = None if save is None else hold(root, save)
         self._release = None if held is None else weakref.finalize(self, let_go, held, os.getpid())
 
@@ -114,71 +110,39 @@ class LocalCopies:
         config: Mapping[str, object],
         weights_finite: bool | None = None,
     ) -> int:
-        """Writes this rank's copy, sends it to the ranks that keep one, and deletes older copies. Returns the bytes of
+        """Writes this rank's copy, sends it to the ranks that keep one, and retires older copies. Returns the bytes of
         this rank's files. `chunks` and the other values are those of `writing.save`.
 
         Raises UserError on all ranks if a rank cannot write; older copies then stay, and no partial files remain.
         """
-        manifest = Manifest(step, {}, common, config, self.layout, weights_finite)
         own = [replace(chunk, holders=()) for chunk in chunks]
-        folder = self._place_of(self.ranks.rank) / folders.folder_name(step)
-        nbytes = self.ranks.run_on_all(lambda: self._write(folder, own, manifest))
-        for offset in self.offsets:
-            rank, size = self.ranks.rank, self.ranks.size
-            self._exchange(folder, (rank + offset) % size, (rank - offset) % size, step)
-        self.ranks.run_on_all(lambda: self._delete_others(step))
-        self.ranks.run_on_all(lambda: self._delete_left(step))
-        return nbytes
+        return self._writer.save(own, Manifest(step, {}, common, config, self.layout, weights_finite))
 
-    def _place_of(self, rank: int) -> Path:
-        """The folder of this rank's copies of the state of `rank`."""
-        return self.root / f"of_rank_{rank:05d}" / f"by_rank_{self.ranks.rank:05d}"
-
-    def _write(self, folder: Path, chunks: Sequence[Chunk], manifest: Manifest) -> int:
-        temporary = self._new_folder(folder)
-        try:
-            write_rank(self.disk, temporary, self.ranks.rank, assign_writes(chunks, self.ranks.global_rank))
-            index = temporary / index_name(self.ranks.rank)
-            whole = replace(manifest, indexes={index.name: FileDigest.of(read_bytes(index))})
-            self.disk.write_file(temporary / MANIFEST, whole.to_bytes())
-            nbytes = sum(path.stat().st_size for path in temporary.iterdir())
-            self._give_name(temporary, folder)
-        except OSError as error:
-            self.disk.discard(temporary)
-            raise cannot_write(folder, error) from error
-        except BaseException:
-            self.disk.discard(temporary)
-            raise
-        return nbytes
-
-    def _new_folder(self, folder: Path) -> Path:
-        """Removes what killed saves have left beside a folder, and creates the one that a save writes into."""
-        try:
-            self.disk.make_directory(folder.parent)
-            folders.clean(self.disk, folder.parent)
-            return self.disk.new_folder(folder)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
-
-    def _give_name(self, temporary: Path, folder: Path) -> None:
-        self.disk.sync_directory(temporary)
-        folders.rename_into_place(self.disk, temporary, folder)
-
-    def _delete_others(self, step: int) -> None:
-        """Deletes the copies that this rank has written, except for those of an iteration."""
-        for place in self.root.glob(f"of_rank_*/by_rank_{self.ranks.rank:05d}"):
-            for folder in folders.list_folders(place):
-                if folder.step != step:
-                    folders.delete(self.disk, folder.path)
-
-    def _delete_left(self, step: int) -> None:
-        """Deletes what is left on this host of older iterations: by ranks that are on another host now, or that a
-        smaller run lacks. Several ranks may meet here."""
-        for place in self.root.glob("of_rank_*/by_rank_*"):
-            with contextlib.suppress(OSError, UserError):
-                for folder in folders.list_folders(place):
-                    if folder.iteration < step:
-                        folders.delete(self.disk, folder.path)
+    def begin_save(
+        self,
+        chunks: Iterable[Chunk],
+        memory: StagingMemory,
+        *,
+        step: int,
+        common: Mapping[str, object],
+        config: Mapping[str, object],
+        weights_finite: bool | None = None,
+        started: float | None = None,
+        announce: Announce = lambda nbytes, seconds, paused: None,
+    ) -> PendingCopies:
+        """Copies this rank's chunks to `memory` and starts the thread that does the rest of `save`; the chunks may
+        change as soon as this returns. The save before must be finished. `started` and `announce` are those of
+        `PendingCopies`; by default it starts now."""
+        started = time.monotonic() if started is None else started
+        if self._writer_of_thread is None:  # the main thread goes on to communicate over its own groups
+            several = self.ranks.size > 1
+            assert not several or self.ranks.size == dist.get_world_size(), "every rank makes the group"
+            ranks = RankCoordinator(create_group(backend="gloo")) if several else self.ranks
+            self._writer_of_thread = replace(self._writer, ranks=ranks)
+        writer, manifest = self._writer_of_thread, Manifest(step, {}, common, config, self.layout, weights_finite)
+        own = [replace(chunk, holders=()) for chunk in chunks]
+        staged = self.ranks.run_on_all(lambda: memory.copy(assign_writes(own, self.ranks.global_rank)))
+        return PendingCopies(self.ranks, lambda: writer.save(staged, manifest), started, announce)
 
     # The end of runs -------------------------------------------------------------------------------------------------
 
@@ -196,47 +160,6 @@ class LocalCopies:
         found = self.ranks.gather(delete_outdated(self.root, self.disk, accept))
         for sentence in sorted({sentence for sentences in found for sentence in sentences}):
             self.log(sentence)
-
-    # Sending ---------------------------------------------------------------------------------------------------------
-
-    def _exchange(self, folder: Path | None, to: int, source: int, step: int, whose: int | None = None) -> Path | None:
-        """Sends the files in a folder to rank `to`, and receives from rank `source` a copy of the state of `whose`
-        (default: of `source`). Without a folder nothing is sent. Returns the folder that was received; None if the
-        other rank had nothing to send. Raises UserError on all ranks if one cannot read or write."""
-        ranks = self.ranks
-        paths = [] if folder is None else sorted(folder.iterdir())
-        offers = ranks.gather([to, [[path.name, path.stat().st_size] for path in paths]])
-        incoming = offers[source][1] if offers[source][0] == ranks.rank else []
-        target = self._place_of(source if whose is None else whose) / folders.folder_name(step)
-        temporary = ranks.run_on_all(lambda: self._new_folder(target) if incoming else None)
-        try:
-            received = ranks.run_on_all(
-                lambda: None if temporary is None else FileReceiver(self.disk, temporary, incoming)
-            )
-            sender = FileSender(paths)
-            for _ in range(-(-max(sum(size for _, size in files) for _, files in offers) // PIECE_BYTES)):
-                out = torch.empty(0 if received is None else min(PIECE_BYTES, received.left), dtype=torch.uint8)
-                out = out.to(ranks.device)
-                start_exchange(sender.next().to(ranks.device), to, out, source, ranks.group).wait()
-                if received is not None:
-                    received.take(out.cpu())
-            ranks.run_on_all(sender.finish)
-            ranks.run_on_all(lambda: self._keep(temporary, target, received))
-        except BaseException:
-            if temporary is not None:
-                self.disk.discard(temporary)
-            raise
-        return target if incoming else None
-
-    def _keep(self, temporary: Path | None, target: Path, received: "FileReceiver | None") -> None:
-        """Ends what `FileReceiver` has begun. Raises UserError if it could not write."""
-        if temporary is None or received is None:
-            return
-        try:
-            received.finish()
-            self._give_name(temporary, target)
-        except OSError as error:
-            raise cannot_write(target, error) from error
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
@@ -301,7 +224,7 @@ class LocalCopies:
             if rank not in holders[rank]:  # it sees no copy of its own state
                 giver = holders[rank][0]
                 sent = mine[rank].folder if giver == self.ranks.rank else None
-                got = self._exchange(sent, rank, giver, iteration, whose=rank)
+                got = self._writer.exchange(sent, rank, giver, iteration, whose=rank)
                 self.log(f"the state of rank {rank} at iteration {iteration} came from rank {giver}")
                 folder = got if got is not None and rank == self.ranks.rank else folder
         assert folder is not None

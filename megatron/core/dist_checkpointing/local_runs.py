@@ -24,6 +24,8 @@ from megatron.core.utils.store_path import StorePath, place
 RECORD = "run.json"
 ID_FILE = "local_copies_id.txt"
 """File in the folder of a run's checkpoints."""
+SPARE = "spare"
+"""Folder beside the copies of a rank's state: an older copy, whose memory or disk blocks the next one uses again."""
 _ID = re.compile("[0-9a-f]{16}")
 _PLACES = "of_rank_*/by_rank_*"
 
@@ -75,6 +77,8 @@ def delete_run(root: Path, disk: Disk) -> bool:
         for held in root.glob(_PLACES):
             for folder in folders.list_folders(held):
                 folders.delete(disk, folder.path)
+            if (held / SPARE).exists():
+                disk.remove_tree(held / SPARE)
         (root / RECORD).unlink()
         for directory in (*root.glob(_PLACES), *root.glob("of_rank_*"), root):
             with contextlib.suppress(OSError):

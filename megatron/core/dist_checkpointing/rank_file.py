@@ -20,12 +20,13 @@ def write_rank(
     chunks: Sequence[Chunk],
     values_of: Callable[[Chunk], Tensor] | None = None,
     index_appears_whole: bool = False,
+    over: bool = False,
 ) -> None:
     """Writes and syncs a rank's data file and index into the folder `temporary`.
 
     The elements are those of the chunks' tensors, or come from `values_of` (one-dimensional), chunk by chunk. Raises
     UserError if a file cannot be written. With `index_appears_whole` the index gets its name once it is synced, so that
-    other ranks may wait for the file.
+    other ranks may wait for the file. With `over` a data file that is there is written over.
     """
     for device in {chunk.tensor.device for chunk in chunks if chunk.tensor.is_cuda}:
         torch.cuda.synchronize(device)  # any stream may still be writing the tensors
@@ -36,7 +37,7 @@ def write_rank(
     )
     name = data_name(rank, disk.mark)
     try:
-        written = write_data_file(disk, temporary / name, ordered)
+        written = write_data_file(disk, temporary / name, ordered, over)
         stored = [
             _stored(entries[entry.key], entry.key, offset, checksums)
             for entry, offset, checksums in zip(ordered, written.offsets, written.checksums, strict=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.dist_checkpointing.file_pieces import BUFFER_BYTES
 from megatron.core.exceptions import UserError
 from megatron.core.groups.rank_grid import RankGrid, ranks_text
 from megatron.core.parameters import ParameterInfo
@@ -128,8 +129,15 @@ def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
         more = f", of {copies} ranks {size_text(copies * memory.local_copy)}" if copies > 1 else ""
         yield (
             f"local copy  {size_text(memory.local_copy)} {where}{more}, in {saving.non_persistent_local_ckpt_dir}: "
-            f"{_seconds_of_disk(copies * memory.local_copy)}; two copies while the newer one is written"
+            f"{_seconds_of_disk(copies * memory.local_copy)}; {size_text(2 * copies * memory.local_copy)} from the "
+            "second one on, as each is written over the one before the last"
         )
+        if saving.async_save:
+            staged = memory.local_copy + (BUFFER_BYTES if copies > 1 else 0)
+            yield (
+                f"staging     {size_text(staged)} of host memory {where}, from which --async-save writes and sends the "
+                "local copy: training waits only until the state is there"
+            )
     if saving.save is not None:
         shares = [entry.memory.saved for entry in run.ranks]
         yield f"checkpoint  {size_text(sum(shares))} in {saving.save}: {_seconds_of_disk(max(shares))}"

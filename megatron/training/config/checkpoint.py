@@ -106,8 +106,9 @@ class CheckpointConfig:
 
     async_save: bool = flag(False, only_with="save")
     """Write checkpoints while training continues. Training waits only while the state is copied to host memory. The
-    copy needs about 12 bytes per parameter with Adam, divided among the ranks that share the parameters. The next save
-    and the end of the run wait until the checkpoint is complete."""
+    copy needs about 12 bytes per parameter with Adam, divided among the ranks that share the parameters; for local
+    copies (--non-persistent-ckpt-type local) it has all that the rank holds. The next save and the end of the run wait
+    until the checkpoint is complete."""
 
     async_strategy: Literal["nvrx", "mcore"] = flag("nvrx", only_with="async_save", no_effect=_THREAD)
     """With --async-save: implementation."""

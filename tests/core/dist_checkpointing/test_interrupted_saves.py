@@ -19,7 +19,9 @@ from support.checkpoints import make_chunk
 from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.async_saving import StagingMemory, begin_save
 from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import Disk
+from megatron.core.dist_checkpointing.local_copies import LocalCopies
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.dist_checkpointing.writing import save
 from megatron.core.parameters import Box
@@ -89,6 +91,14 @@ class Recorder(Disk):
     def create(self, path):
         file = super().create(path)
         self.unsynced_names.append(["made", str(path)])
+        self.unsynced_files.append(str(path))
+        return file
+
+    def create_over(self, path, size):
+        existed = path.exists()
+        file = super().create_over(path, size)
+        if not existed:
+            self.unsynced_names.append(["made", str(path)])
         self.unsynced_files.append(str(path))
         return file
 
@@ -240,6 +250,52 @@ def check_what_is_left(root, saved_iteration):
     assert load_values(root) == (30, 3.0, [])
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000030", folders.TRACKER]
     return value
+
+
+ALONE = RankCoordinator(), {}, (), print
+
+
+def save_copies(root, step, value, disk=None):
+    """Local copies of one rank, complete on return."""
+    copies = LocalCopies(root, *ALONE, disk)
+    copies.save(chunks_of(value), step=step, common={"iteration": step}, config={})
+
+
+def load_copies(root):
+    """(iteration, value of all elements)."""
+    targets, copies = [make_chunk(name, (4,), empty=True) for name in "ab"], LocalCopies(root, *ALONE)
+    folder, manifest = copies.recover(0, lambda manifest: None)
+    copies.load(folder, targets, lambda manifest: None)
+    values = {float(value) for target in targets for value in target.tensor}
+    assert len(values) == 1, "elements of two copies are mixed"
+    return manifest.iteration, values.pop()
+
+
+@pytest.mark.parametrize("loss", [KILLED, IN_A_WRITE, CUT, NAMES_LOST])
+def test_every_step_of_a_local_copy(tmp_path, loss):
+    """It is written over the copy of iteration 5, while that of 10 is the newest."""
+
+    def with_a_spare(root):
+        save_copies(root, 5, 0.5)
+        save_copies(root, 10, 1.0)
+
+    with_a_spare(tmp_path / "counted")
+    whole = Recorder()
+    save_copies(tmp_path / "counted", 20, 2.0, whole)
+    assert len(whole.steps) > 15 and not whole.unsynced_files and not whole.unsynced_names
+    found = set()
+    for last_step in range(len(whole.steps)):
+        root, testament = tmp_path / f"run{last_step}", tmp_path / "testament"
+        os.fsync = fsync_nothing
+        with_a_spare(root)
+        killed(lambda disk, root=root: save_copies(root, 20, 2.0, disk), last_step, loss == IN_A_WRITE, testament)
+        if loss in (CUT, NAMES_LOST):
+            lose_power(testament, loss == NAMES_LOST)
+        found.add(load_copies(root))
+        save_copies(root, 30, 3.0)
+        assert load_copies(root) == (30, 3.0)
+        assert {path.name for path in root.glob("*/*/*")} <= {"iter_0000030", "spare"}
+    assert found == {(10, 1.0), (20, 2.0)}
 
 
 def test_a_save_killed_before_the_tracker_is_told(tmp_path):

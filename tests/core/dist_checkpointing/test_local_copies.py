@@ -14,7 +14,8 @@ from support.checkpoints import chunks_of_rank
 from support.pool import Pool
 from support.processes import run_on_ranks
 
-from megatron.core.dist_checkpointing import file_pieces, local_copies
+from megatron.core.dist_checkpointing import file_pieces
+from megatron.core.dist_checkpointing.async_saving import StagingMemory
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import Disk
@@ -33,7 +34,7 @@ def root_of_host(base: str) -> Path:
 
 
 def copies_of(base: str, said: list[str], jump: int = 2, tp: int = 1, disk: Disk | None = None) -> LocalCopies:
-    file_pieces.PIECE_BYTES = local_copies.PIECE_BYTES = 700  # the files take several pieces, and end within one
+    file_pieces.PIECE_BYTES = 700  # the files take several pieces, and end within one
     offsets = copy_offsets(RANKS, jump, 2)
     return LocalCopies(root_of_host(base), RankCoordinator(), {"tp": tp}, offsets, said.append, disk)
 
@@ -42,17 +43,28 @@ def value_of(step: int) -> int:
     return step + 10 * dist.get_rank()
 
 
-def write(copies: LocalCopies, step: int) -> None:
+def write(copies: LocalCopies, step: int, in_background: bool = False) -> None:
     chunks = chunks_of_rank()
     for chunk in chunks:
         chunk.tensor.fill_(value_of(step))
-    copies.save(chunks, step=step, common={"iteration": step}, config={"a": 1})
+    common, config = {"iteration": step}, {"a": 1}
+    if not in_background:
+        copies.save(chunks, step=step, common=common, config=config)
+        return
+    pending = copies.begin_save(chunks, StagingMemory(), step=step, common=common, config=config)
+    for chunk in chunks:
+        chunk.tensor.fill_(-1)  # training goes on
+    pending.finish()
 
 
-def save_steps(base: str, *steps: int) -> list[str]:
+def save_steps(base: str, *steps: int, in_background: bool = False) -> list[str]:
     for step in steps:
-        write(copies_of(base, []), step)
-    return sorted(str(path.relative_to(base)) for path in root_of_host(base).glob("*/*/*"))
+        write(copies_of(base, []), step, in_background)
+    return sorted(str(path.relative_to(base)) for path in root_of_host(base).glob("*/*/iter_*"))
+
+
+def save_in_background(base: str, *steps: int) -> list[str]:
+    return save_steps(base, *steps, in_background=True)
 
 
 def accept(manifest: Manifest) -> None:
@@ -79,8 +91,9 @@ def outcomes(function: Callable[..., object], *arguments: object) -> tuple[int |
     return results[0]
 
 
-def test_only_the_newest_copies_stay(tmp_path: Path) -> None:
-    written = run_on_ranks(save_steps, RANKS, str(tmp_path), 5, 6)
+@pytest.mark.parametrize("save", [save_steps, save_in_background])
+def test_only_the_newest_copies_stay(tmp_path: Path, save: Callable[..., list[str]]) -> None:
+    written = run_on_ranks(save, RANKS, str(tmp_path), 5, 6)
     expected = [
         f"host{holder // 2}/of_rank_{of:05d}/by_rank_{holder:05d}/iter_0000006"
         for holder in range(RANKS)
@@ -88,6 +101,32 @@ def test_only_the_newest_copies_stay(tmp_path: Path) -> None:
     ]
     assert sorted({*written[0], *written[2]}) == sorted(expected)
     assert outcomes(recover, str(tmp_path)) == (6, [])
+
+
+def file_numbers(folder: Path, step: int) -> list[int]:
+    return [path.stat().st_ino for path in sorted(folder.glob(f"host*/*/*/iter_{step:07d}/*.safetensors"))]
+
+
+@pytest.mark.parametrize("save", [save_steps, save_in_background])
+def test_a_copy_is_written_over_the_one_before_the_last(tmp_path: Path, save: Callable[..., list[str]]) -> None:
+    """Its memory is used again. Here the files of the older one are longer."""
+    run_on_ranks(save, RANKS, str(tmp_path), 5)
+    first = file_numbers(tmp_path, 5)
+    run_on_ranks(save, RANKS, str(tmp_path), 6)
+    for path in tmp_path.glob("host*/*/*/spare/*.safetensors"):
+        path.write_bytes(path.read_bytes() + b"rest")
+    run_on_ranks(save, RANKS, str(tmp_path), 7)
+    assert len(first) == 2 * RANKS and file_numbers(tmp_path, 7) == first
+    assert not any(path.read_bytes().endswith(b"rest") for path in tmp_path.glob("host*/*/*/iter_*/*"))
+    assert outcomes(recover, str(tmp_path)) == (7, [])
+
+
+def test_what_is_left_of_another_rank_is_deleted(tmp_path: Path) -> None:
+    run_on_ranks(save_steps, RANKS, str(tmp_path), 5, 6)
+    for by in ("by_rank_00001", "by_rank_00009"):
+        shutil.copytree(tmp_path / "host0/of_rank_00001/by_rank_00001", tmp_path / f"host0/of_rank_00009/{by}")
+    run_on_ranks(save_steps, RANKS, str(tmp_path), 7)
+    assert [*tmp_path.glob("host0/of_rank_00009/*/*")] == []
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -132,7 +171,7 @@ OF_OTHERS = [f"host{by // 2}/of_rank_{of:05d}/by_rank_{by:05d}" for of, by in ((
 """A copy of each rank's state that is not on rank 3."""
 
 
-def save_and_die(base: str, seldom: str) -> None:
+def save_and_die(base: str, seldom: str, in_background: bool) -> None:
     """Rank 3 dies before the copies of the other host are complete. If it has sent its own copy, it waits until the
     others have written theirs."""
     sent = seldom != "of_rank_00003"
@@ -145,17 +184,18 @@ def save_and_die(base: str, seldom: str) -> None:
                 time.sleep(0.01)
             os._exit(9)
 
-    write(copies_of(base, [], disk=Disk(before)), 6)
+    write(copies_of(base, [], disk=Disk(before)), 6, in_background)
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize(("seldom", "expected"), [("of_rank_00003", 5), ("of_rank_00001", 6)])
-def test_copies_count_once_all_ranks_have_one(tmp_path: Path, seldom: str, expected: int) -> None:
+def test_copies_count_once_all_ranks_have_one(tmp_path: Path, seldom: str, expected: int, in_background: bool) -> None:
     """A stale replica: some ranks have copies of iteration 6, and all still have those of 5. Rank 3 dies before it has
     sent its own copy of 6, or afterwards."""
     run_on_ranks(save_steps, RANKS, str(tmp_path), 5)
     ended = pytest.raises(AssertionError, match="rank 3: ended without an answer, exit code 9")
     with ended, Pool(RANKS, patience=0.2) as pool:  # the others wait for each other
-        pool.run(save_and_die, RANKS, str(tmp_path), seldom)
+        pool.run(save_and_die, RANKS, str(tmp_path), seldom, in_background)
     for path in tmp_path.glob("host1/of_rank_00003/by_rank_00003/iter_0000006"):
         shutil.rmtree(path)  # what it has written itself is lost with it
     step, _ = outcomes(recover, str(tmp_path))
@@ -174,19 +214,20 @@ def test_a_broken_copy_is_replaced_by_another(tmp_path: Path) -> None:
     assert said[1:] == ["the state of rank 1 at iteration 5 came from rank 2"]
 
 
-def save_on_a_full_disk(base: str, full: int) -> str:
+def save_on_a_full_disk(base: str, full: int, in_background: bool) -> str:
     def before(operation: str, path: Path) -> None:
         if dist.get_rank() == full and operation == "write" and path.suffix == ".safetensors":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with pytest.raises(UserError) as caught:
-        write(copies_of(base, [], disk=Disk(before)), 6)
+        write(copies_of(base, [], disk=Disk(before)), 6, in_background)
     return str(caught.value)
 
 
-def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path, in_background: bool) -> None:
     run_on_ranks(save_steps, RANKS, str(tmp_path), 5)
-    texts = run_on_ranks(save_on_a_full_disk, RANKS, str(tmp_path), 2)
+    texts = run_on_ranks(save_on_a_full_disk, RANKS, str(tmp_path), 2, in_background)
     assert all("No space left on device" in text and "rank_00002" in text for text in texts)
     assert not [*tmp_path.glob("**/*.tmp-*")]
     assert outcomes(recover, str(tmp_path)) == (5, [])
