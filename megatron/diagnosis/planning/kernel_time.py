@@ -28,6 +28,9 @@ _GROUPED, _GROUPED_FP8 = 0.9, 0.75
 what is added to gradients; in fp8 from the row MOE64 in fp8 of benchmarks/results/h200.json)."""
 _DIAGONAL = 12.9
 """Attention computes, beyond the pairs that count, as many keys for a query as half of this times the channels."""
+_CACHE, _BEYOND_CACHE = 60e6, 1.2
+"""Bytes of a GPU's cache, and how many times as long attention takes if the keys and values of a head do not fit (the
+rows LLAMA1B_256K and LLAMA8B_128K, 67 MB; 34 MB in LLAMA1B_128K take what shorter rows do)."""
 _STATES = {"mamba": 6.0e12, "gated_delta_net": 3.2e12}
 """Numbers of the states that forward and backward of a scan move in a second on a GPU whose copy moves 4.2 TB/s."""
 _COPY_OF_STATES = 4.2e12
@@ -131,8 +134,9 @@ def _attention(each: AttentionWork, gpu: Gpu) -> Figure:
     """Returns the time of forward and backward."""
     channels, exponential = _attention_constants(gpu)
     width = (each.width + each.value_width) / 2
-    row = 2 * each.keys / each.blocks
-    seconds = 3.5 * each.flops * (channels + exponential / width) * (1 + _DIAGONAL * width / row)
+    row = 2 * each.keys / each.blocks  # tokens
+    slower = _BEYOND_CACHE if 2 * row * (each.width + each.value_width) > _CACHE else 1.0
+    seconds = slower * 3.5 * each.flops * (channels + exponential / width) * (1 + _DIAGONAL * width / row)
     source = gpu.attention_64 if width <= 96 else gpu.attention_128
     return Figure(seconds + 2 * each.blocks * _LAUNCH, source.source, source.error + 0.03)
 
