@@ -1,14 +1,13 @@
 """The decoding step as CUDA graphs: one launch instead of a thousand, and no Python of the model.
 
-A graph has a fixed number of rows and of pages. A step runs the graph of the next larger size: the first row is repeated
-in the places of missing rows, so that these write nothing new, and page 0 stands for missing pages. A size runs eagerly
-the first time, which also compiles and tunes its kernels, and is captured the second time.
+A graph has a fixed number of rows and of pages. A step runs the graph of the next larger size: copies of the first row
+fill up the rows, so that they write nothing new, and page 0 fills up the pages. A size runs eagerly the first time,
+which also compiles and tunes its kernels, and is captured the second time.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron.core.inference.device_copies import to_device

@@ -81,7 +81,9 @@ class PagedInferenceContext:
         self._is_first = not any(row.start for row in rows)
         self._real = None
         if any(len(row.tokens) < width for row in rows):
-            real = [step * len(rows) + n for step in range(width) for n, row in enumerate(rows) if step < len(row.tokens)]
+            real = [
+                step * len(rows) + n for step in range(width) for n, row in enumerate(rows) if step < len(row.tokens)
+            ]
             self._real = to_device(torch.tensor(real), device)
         numbers = row_numbers(rows, width, -(-extent // self.page_size))
         return self._prepare(to_device(numbers, device), width, extent)
