@@ -160,8 +160,8 @@ class PagedInferenceContext:
         if self._is_first:
             return CachedKeyValues(key, value, None)
         shape = self._extent, key.shape[1]
-        seen = (pool.index_select(0, self._places).unflatten(0, shape) for pool in (keys, values))
-        return CachedKeyValues(*seen, self._positions)
+        keys, values = (pool.index_select(0, self._places).unflatten(0, shape) for pool in (keys, values))
+        return CachedKeyValues(keys, values, self._positions)
 
     def token_counts(self) -> Tensor:
         """Counts the current tokens of each row; implements `InferenceContext.token_counts`."""
