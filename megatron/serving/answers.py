@@ -111,6 +111,11 @@ def _prompt_tokens(tokenizer: Tokenizer, prompt: Sequence[ScoredToken]) -> tuple
 
 async def merged(writings: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
     """Yields the pieces of several choices as they come. If one fails, all end."""
+    if len(writings) == 1:
+        async with contextlib.aclosing(writings[0]) as pieces:
+            async for piece in pieces:
+                yield piece
+        return
     queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
     async def read(writing: AsyncGenerator[Piece, None]) -> None:

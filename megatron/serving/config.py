@@ -102,6 +102,10 @@ class ServeConfig:
     prefill_tokens: int = 2048
     """Largest number of tokens of prompts that are computed between two tokens of the other texts."""
 
+    decoding_graphs: bool = flag(True, off="--no-decoding-graphs")
+    """On one GPU, compute the tokens after the prompts by CUDA graphs. No effect on several ranks, on a CPU, and for
+    models that wait for the device."""
+
     max_connections: int = 512
     """Number of open connections; further ones are refused with 503."""
 

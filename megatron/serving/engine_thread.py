@@ -4,7 +4,7 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import torch
 
@@ -26,6 +26,8 @@ class EngineThread(threading.Thread):
         self._on_failure = on_failure
         self._wake = threading.Event()
         self._ends = False
+        self._told: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[Progress], Progress]] = []
+        """What the current step has told, for the threads of the texts' loops."""
 
     def run(self) -> None:
         """Writes texts until `stop` is called or an error ends it."""
@@ -39,9 +41,11 @@ class EngineThread(threading.Thread):
             traceback.print_exc(file=sys.stderr)
             self.failure = error
             self.engine.fail(f"the server failed: {type(error).__name__}")
+            self._deliver()
             self._on_failure()
             return
         self.engine.fail("the server ends")
+        self._deliver()
         self.engine.stop()
 
     def _step(self) -> None:
@@ -58,6 +62,15 @@ class EngineThread(threading.Thread):
             print(f"no memory left: {error}", file=sys.stderr, flush=True)
             self.engine.fail("the device has no memory left; ask for fewer tokens, or serve with a smaller cache")
             torch.cuda.empty_cache()
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Hands what a step has told to the loops, at once: a call for each text would wake a loop, which then takes
+        the interpreter from this thread, as many times in a step as there are texts."""
+        told, self._told = self._told, []
+        for loop in {loop for loop, _, _ in told}:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_put_all, [(queue, progress) for own, queue, progress in told if own is loop])
 
     def stop(self) -> None:
         """Ends the thread after the current step. Texts that are not finished end with an error."""
@@ -73,8 +86,7 @@ class EngineThread(threading.Thread):
         loop = asyncio.get_running_loop()
 
         def tell(progress: Progress) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(queue.put_nowait, progress)
+            self._told.append((loop, queue, progress))
 
         request = TextRequest(text, max_new_tokens, tell, num_logprobs, scores_prompt)
         if self._ends or self.failure is not None:
@@ -92,3 +104,8 @@ class EngineThread(threading.Thread):
             if not finished:
                 self.engine.cancel(request)
                 self._wake.set()
+
+
+def _put_all(told: Sequence[tuple[asyncio.Queue[Progress], Progress]]) -> None:
+    for queue, progress in told:
+        queue.put_nowait(progress)

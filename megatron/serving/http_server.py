@@ -287,7 +287,9 @@ class _Connection:
         data = self.protocol.send(event)
         if data:
             self.writer.write(data)
-            await asyncio.wait_for(self.writer.drain(), self.limits.write_seconds)
+            transport = self.writer.transport
+            if transport.get_write_buffer_size() or transport.is_closing():  # wait_for starts a task, for each token
+                await asyncio.wait_for(self.writer.drain(), self.limits.write_seconds)
 
 
 def _request_of(event: h11.Request) -> HttpRequest:

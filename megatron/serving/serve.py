@@ -13,9 +13,11 @@ from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.exceptions import UserError
 from megatron.core.inference.cache_size import CacheSize, measure_cache
 from megatron.core.inference.call_channel import CallChannel, follow
+from megatron.core.inference.decoding_graphs import DecodingGraphs
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.layout_forward import LayoutForward
 from megatron.core.inference.paged_context import PagedInferenceContext
+from megatron.core.utils.graph_capture import CudaGraphRecorder
 from megatron.data.tokenizer.generation import chat_tokenizer
 from megatron.serving.api import Api, ApiLimits
 from megatron.serving.config import ModelToServe, ServeConfig
@@ -26,6 +28,9 @@ from megatron.training.trained_model import TrainedModel
 
 _GIB = 1 << 30
 _SHARE_OF_FREE_MEMORY = 0.85
+_SWITCH_SECONDS = 0.0005
+"""How long the thread of the connections may keep the interpreter while the engine's thread waits for it. The engine's
+gives it away in every operation of torch, and Python's 5 ms would then be added to many of them."""
 _SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
@@ -47,7 +52,8 @@ def serve(trained: TrainedModel, source: ModelToServe, config: ServeConfig) -> i
             signal.signal(number, signal.SIG_IGN)
         follow(forward, context, channel)
         return 0
-    engine = Engine(forward, context, channel, prefill_tokens=config.prefill_tokens)
+    graphs = decoding_graphs(forward, context, world, config)
+    engine = Engine(forward, context, channel, prefill_tokens=config.prefill_tokens, graphs=graphs)
     say(f"{model.name}: iteration {trained.iteration}, on {trained.device}")
     if model.chat is None:
         say(f"no /v1/chat/completions: {model.no_chat}")
@@ -119,6 +125,15 @@ def build_cache(
     return PagedInferenceContext(pages, config.page_size, config.max_texts, min(longest, room))
 
 
+def decoding_graphs(
+    forward: LayoutForward, context: PagedInferenceContext, world: Group, config: ServeConfig
+) -> DecodingGraphs | None:
+    """Returns what computes decoding steps by CUDA graphs; None: they run eagerly."""
+    if not config.decoding_graphs or forward.device.type != "cuda" or world is not None:
+        return None
+    return DecodingGraphs(forward, context, CudaGraphRecorder(forward.device), say)
+
+
 def _memory_for_cache(device: torch.device, config: ServeConfig) -> int:
     if config.cache_gib is not None:
         return int(config.cache_gib * _GIB)
@@ -137,6 +152,7 @@ def _too_small(size: CacheSize, memory: int, config: ServeConfig) -> str:
 
 
 async def _serve(engine: Engine, model: ServedModel, config: ServeConfig) -> int:
+    sys.setswitchinterval(_SWITCH_SECONDS)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def end() -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.inference.call_channel import Call, CallChannel, CallKind, make_call
+from megatron.core.inference.decoding_graphs import DecodingGraphs
+from megatron.core.inference.device_copies import to_device
 from megatron.core.inference.layout_forward import LayoutForward
 from megatron.core.inference.paged_context import PagedInferenceContext, RowPart
 from megatron.core.inference.sampling import TextSoFar, next_tokens
@@ -95,8 +97,10 @@ class Engine:
         channel: CallChannel,
         *,
         prefill_tokens: int = 2048,
+        graphs: DecodingGraphs | None = None,
     ) -> None:
-        self.forward, self.context, self.channel = forward, context, channel
+        """`graphs` compute the steps of a model on a single rank, where they can."""
+        self.forward, self.context, self.channel, self.graphs = forward, context, channel, graphs
         self.prefill_tokens = prefill_tokens
         self._lock = threading.Lock()
         self._inbox: deque[tuple[Literal["submit", "cancel"], TextRequest]] = deque()
@@ -154,10 +158,10 @@ class Engine:
         new = self._rows_to_prefill()
         if new:
             self._compute(new)
-        begun = [row for row, _ in new]
-        growing = self._with_pages([row for row in self._running if row not in begun and self._is_decoding(row)])
+        begun = {id(row) for row, _ in new}
+        growing = self._with_pages([row for row in self._running if id(row) not in begun and self._is_decoding(row)])
         if growing:
-            self._compute([(row, 1) for row in growing])
+            self._compute([(row, 1) for row in growing], decodes=True)
 
     def fail(self, why: str) -> None:
         """Ends all texts with an error."""
@@ -250,24 +254,30 @@ class Engine:
         row.slot, row.pages = -1, []
         self._running.remove(row)
 
-    def _compute(self, parts: Sequence[tuple[_Row, int]]) -> None:
-        """Computes some tokens of rows, and chooses the next token of rows that are complete."""
+    def _compute(self, parts: Sequence[tuple[_Row, int]], *, decodes: bool = False) -> None:
+        """Computes some tokens of rows, and chooses the next token of rows that are complete. `decodes`: it is the
+        newest token of each row."""
         scores = parts[0][0].scores_prompt
         rows = tuple(
             RowPart(row.slot, row.cached, tuple(row.ids[row.cached : row.cached + count]), tuple(row.pages))
             for row, count in parts
         )
-        call = Call(CallKind.FORWARD_ALL_LOGITS if scores else CallKind.FORWARD, rows)
-        self.channel.send(call)
-        logits = make_call(self.forward, self.context, call)
-        assert logits is not None
-        if scores:
-            self._score(parts[0][0], logits[0])
+        last = self.graphs.logits_of(rows) if decodes and self.graphs is not None else None  # [b, V]
+        if last is None:
+            call = Call(CallKind.FORWARD_ALL_LOGITS if scores else CallKind.FORWARD, rows)
+            self.channel.send(call)
+            logits = make_call(self.forward, self.context, call)
+            assert logits is not None
+            if scores:
+                self._score(parts[0][0], logits[0])
+            last = logits[:, -1]
         for row, count in parts:
             row.cached += count
         complete = [number for number, (row, _) in enumerate(parts) if row.cached == len(row.ids)]
+        if len(complete) < len(parts):
+            last = last.index_select(0, to_device(torch.tensor(complete, dtype=torch.long), last.device))
         if complete:
-            self._choose([parts[number][0] for number in complete], logits[complete, -1])
+            self._choose([parts[number][0] for number in complete], last)
 
     def _score(self, row: _Row, logits: Tensor) -> None:
         """Notes the log-probabilities of the tokens after those with these logits, [s, V], as far as they are known."""
@@ -278,12 +288,14 @@ class Engine:
 
     def _choose(self, rows: Sequence[_Row], logits: Tensor) -> None:
         """Adds a token to rows whose last logits are these, [b, V]."""
-        sound = (~logits.isnan().any(-1)).tolist()
-        chosen = next_tokens(logits, [row.request.text for row in rows]).tolist()
+        tokens = next_tokens(logits, [row.request.text for row in rows])
+        # The only wait for the device in a step without log-probabilities. -1: a logit is NaN.
+        chosen = tokens.masked_fill(logits.isnan().any(-1), -1).tolist()
         asked = [row.request.num_logprobs for row in rows]
-        scored = _scored_rows(logits, chosen, asked) if any(n is not None for n in asked) else None
+        existing = [max(token, 0) for token in chosen]
+        scored = _scored_rows(logits, existing, asked) if any(n is not None for n in asked) else None
         for number, (row, token) in enumerate(zip(rows, chosen, strict=True)):
-            if not sound[number]:
+            if token < 0:
                 self._end(row, clears=True)
                 row.request.tell(Progress(finish="error", error="the model's logits are not numbers (NaN)"))
                 continue

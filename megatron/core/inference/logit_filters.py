@@ -8,13 +8,15 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.inference.device_copies import to_device
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What depends on the text: changes a row of logits [V] in place
 
 
 def penalize_repetition(row: Tensor, ids: Sequence[int], penalty: float) -> None:
     """Divides positive logits of the tokens `ids` by the penalty, and multiplies negative ones (Keskar et al. 2019)."""
-    seen = torch.tensor(sorted(set(ids)), dtype=torch.long, device=row.device)
+    seen = to_device(torch.tensor(sorted(set(ids)), dtype=torch.long), row.device)
     before = row[seen]
     row[seen] = torch.where(before < 0, before * penalty, before / penalty)
 
@@ -23,19 +25,19 @@ def penalize_written(row: Tensor, written: Sequence[int], presence: float, frequ
     """Lowers the logit of each token that was written n > 0 times by presence + n * frequency, as OpenAI's interface
     does."""
     seen, times = torch.tensor(written, dtype=torch.long).unique(return_counts=True)
-    row[seen.to(row.device)] -= (presence + frequency * times).to(row)
+    row[to_device(seen, row.device)] -= to_device((presence + frequency * times).to(row.dtype), row.device)
 
 
 def add_bias(row: Tensor, bias: Mapping[int, float]) -> None:
     """Adds a number to the logits of some tokens."""
-    tokens = torch.tensor(list(bias), dtype=torch.long, device=row.device)
-    row[tokens] += torch.tensor(list(bias.values())).to(row)
+    tokens = to_device(torch.tensor(list(bias), dtype=torch.long), row.device)
+    row[tokens] += to_device(torch.tensor(list(bias.values())).to(row.dtype), row.device)
 
 
 def ban(row: Tensor, tokens: Collection[int]) -> None:
     """Excludes tokens."""
     if tokens:
-        row[torch.tensor(sorted(tokens), dtype=torch.long, device=row.device)] = -torch.inf
+        row.index_fill_(0, to_device(torch.tensor(sorted(tokens), dtype=torch.long), row.device), -torch.inf)
 
 
 def repeated_ngram_ends(ids: Sequence[int], size: int) -> set[int]:

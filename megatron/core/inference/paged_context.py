@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
+from megatron.core.inference.device_copies import to_device
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import CachedKeyValues
 
@@ -29,6 +30,20 @@ class RowPart:
     """The tokens after these."""
     pages: tuple[int, ...]
     """Pages of the row, enough for all these tokens."""
+
+
+_FIRST_TOKEN = 3
+
+
+def row_numbers(rows: Sequence[RowPart], width: int, num_pages: int) -> Tensor:
+    """Returns all numbers of rows as one tensor, which takes a single copy to the device: int64 [b, 3 + width +
+    num_pages], for each row its slot, start, number of tokens, tokens and pages, filled up with zeros."""
+    numbers: list[list[int]] = []
+    for row in rows:
+        count, pages = len(row.tokens), row.pages[:num_pages]
+        padding, missing = [0] * (width - count), [0] * (num_pages - len(pages))
+        numbers.append([row.slot, row.start, count, *row.tokens, *padding, *pages, *missing])
+    return torch.tensor(numbers)
 
 
 class PagedInferenceContext:
@@ -48,6 +63,8 @@ class PagedInferenceContext:
         self._states: dict[tuple[int, str], Tensor] = {}
         """A state of a layer, [slots, ...]."""
         self._all_logits = False
+        self._real: Tensor | None = None
+        """Indices among all s * b tokens of those that are no padding; None: all."""
 
     # -----------------------------------------------------------------------------------------------------------------
     # What the engine calls
@@ -60,29 +77,41 @@ class PagedInferenceContext:
         last."""
         width, extent = max(len(row.tokens) for row in rows), max(row.start + len(row.tokens) for row in rows)
         assert extent <= self.max_sequence_length
-        self._all_logits, self._extent = all_logits, extent
+        self._all_logits = all_logits
         self._is_first = not any(row.start for row in rows)
-        tokens = torch.tensor([[*row.tokens, *[0] * (width - len(row.tokens))] for row in rows])
-        self._starts = torch.tensor([row.start for row in rows], device=device)
-        self._counts = torch.tensor([len(row.tokens) for row in rows], device=device)
-        self._slots = torch.tensor([row.slot for row in rows], device=device)
-        most = -(-extent // self.page_size)
-        pages = torch.tensor([[*row.pages[:most], *[0] * (most - len(row.pages))] for row in rows], device=device)
+        self._real = None
+        if any(len(row.tokens) < width for row in rows):
+            real = [
+                step * len(rows) + n for step in range(width) for n, row in enumerate(rows) if step < len(row.tokens)
+            ]
+            self._real = to_device(torch.tensor(real), device)
+        numbers = row_numbers(rows, width, -(-extent // self.page_size))
+        return self._prepare(to_device(numbers, device), width, extent)
+
+    def begin_decoding(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Prepares for one token of each row, like `begin`, for the `row_numbers` of rows with earlier tokens, on the
+        device. The host reads no number, so that the call can be captured as a graph."""
+        self._all_logits, self._is_first, self._real = False, False, None
+        pages = numbers.shape[1] - _FIRST_TOKEN - 1
+        return self._prepare(numbers, 1, min(pages * self.page_size, self.max_sequence_length))
+
+    def _prepare(self, numbers: Tensor, width: int, extent: int) -> tuple[Tensor, Tensor]:
+        self._extent, device = extent, numbers.device
+        self._slots, self._starts, self._counts = numbers[:, :_FIRST_TOKEN].unbind(1)
+        tokens, pages = numbers[:, _FIRST_TOKEN:].split([width, numbers.shape[1] - _FIRST_TOKEN - width], 1)
         places = (pages[..., None] * self.page_size + torch.arange(self.page_size, device=device)).flatten(1)
-        self._places = places[:, :extent].t().contiguous()
-        """Place in the pools of each position of each row, int64 [extent, b]."""
+        places = places[:, :extent].t().contiguous()  # of each position of each row, [extent, b]
+        self._places = places.flatten()
+        """Place in the pools of each position of each row, int64 [extent * b]."""
         steps = torch.arange(width, device=device)
         self._positions = (self._starts[:, None] + steps).clamp(max=extent - 1)
         """int64 [b, s]; meaningless for padding, but positions of the model."""
-        real = steps[:, None] < self._counts  # [s, b]
-        self._real = None if min(map(len, (row.tokens for row in rows))) == width else real.flatten().nonzero()[:, 0]
-        """Indices among all s * b tokens of those that are no padding; None: all."""
-        written = self._places.gather(0, self._positions.t()).flatten()
+        written = places.gather(0, self._positions.t()).flatten()
         self._written = written if self._real is None else written[self._real]
         """Places of the current tokens that are no padding."""
-        self.padding = ~real.t()
+        self.padding = steps >= self._counts[:, None]
         """Which of the current tokens are padding: bool [b, s]."""
-        return tokens.to(device), self._positions
+        return tokens, self._positions
 
     @property
     def bytes_per_token(self) -> int:
@@ -127,10 +156,12 @@ class PagedInferenceContext:
         keys, values = self._pool_of((layer_number, reader), key, value)
         for pool, new in ((keys, key), (values, value)):
             flat = new.flatten(0, 1)
-            pool[self._written] = flat if self._real is None else flat[self._real]
+            pool.index_copy_(0, self._written, flat if self._real is None else flat[self._real])
         if self._is_first:
             return CachedKeyValues(key, value, None)
-        return CachedKeyValues(keys[self._places], values[self._places], self._positions)
+        shape = self._extent, key.shape[1]
+        keys, values = (pool.index_select(0, self._places).unflatten(0, shape) for pool in (keys, values))
+        return CachedKeyValues(keys, values, self._positions)
 
     def token_counts(self) -> Tensor:
         """Counts the current tokens of each row; implements `InferenceContext.token_counts`."""
@@ -153,6 +184,8 @@ class PagedInferenceContext:
     def select_last(self, hidden: Tensor) -> Tensor:
         """Selects hidden states whose next tokens are predicted; implements `InferenceContext.select_last`."""
         if self._all_logits:
+            return hidden
+        if hidden.shape[0] == 1:
             return hidden
         return hidden[self._counts - 1, torch.arange(hidden.shape[1], device=hidden.device)][None]
 

@@ -1,6 +1,7 @@
 """The choice of the next token: the likeliest, or a sample of the distribution."""
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from megatron.core.counter_rng import stream_key, uniform
 from megatron.core.exceptions import UserError
 from megatron.core.inference import logit_filters as filters
+from megatron.core.inference.device_copies import to_device
 from megatron.core.ops.precision import widened
 
 
@@ -74,11 +76,16 @@ class SamplingParams:
         if not all(self.bad_words):
             yield "bad_words: a sequence has no tokens; leave it out"
 
-    @property
+    @functools.cached_property
     def has_penalties(self) -> bool:
         """Whether the choice depends on the text so far, or prefers some tokens."""
         penalties = self.no_repeat_ngram_size, self.bad_words, self.min_new_tokens, self.logit_bias
         return any(penalties) or self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
+
+    @functools.cached_property
+    def without_seed(self) -> "SamplingParams":
+        """The same parameters with one seed for all."""
+        return dataclasses.replace(self, seed=0)
 
     @property
     def is_greedy(self) -> bool:
@@ -88,6 +95,9 @@ class SamplingParams:
 
 GREEDY = SamplingParams(top_k=1)
 """The likeliest token is always chosen."""
+
+
+_DRAWS_AT_ONCE = 64
 
 
 @dataclass
@@ -102,38 +112,64 @@ class TextSoFar:
     """Ids that end the text."""
     sequence: int = 0
     """Index of the text among those that are written with one seed."""
+    draws: Sequence[float] = field(default=(), init=False, repr=False)
+    """Uniform draws for some tokens, from the one with index `first_draw` among the written ones."""
+    first_draw: int = field(default=0, init=False, repr=False)
 
 
 def next_tokens(logits: Tensor, texts: Sequence[TextSoFar]) -> Tensor:
     """Returns the next token of each text, int64 [b], for logits [b, V]. A sample is a function of (seed, index of the
     sequence, number of ids written), and does not depend on the other rows."""
-    chosen = torch.empty(len(texts), dtype=torch.long, device=logits.device)
-    for sampling, rows in _rows_by_sampling(texts).items():
-        at = torch.tensor(rows, device=logits.device)
-        changed = with_penalties(logits[at], [texts[row] for row in rows])
-        chosen[at] = changed.argmax(-1) if sampling.is_greedy else _draw(changed, sampling, [texts[r] for r in rows])
-    return chosen
+    groups = _rows_by_sampling(texts)
+    if len(groups) == 1:
+        return _choose(logits, next(iter(groups)), texts)
+    order = [row for rows in groups.values() for row in rows]
+    places = sorted(range(len(order)), key=order.__getitem__)
+    to_group, from_group = to_device(torch.tensor([order, places]), logits.device)
+    parts = logits.index_select(0, to_group).split([len(rows) for rows in groups.values()])
+    chosen = [
+        _choose(part, sampling, [texts[row] for row in rows])
+        for part, (sampling, rows) in zip(parts, groups.items(), strict=True)
+    ]
+    return torch.cat(chosen).index_select(0, from_group)
 
 
 def _rows_by_sampling(texts: Sequence[TextSoFar]) -> dict[SamplingParams, list[int]]:
     """Returns the numbers of the rows that have the same parameters except the seed."""
     found: dict[SamplingParams, list[int]] = {}
     for row, text in enumerate(texts):
-        found.setdefault(dataclasses.replace(text.sampling, seed=0), []).append(row)
+        found.setdefault(text.sampling.without_seed, []).append(row)
     return found
 
 
-def _draw(logits: Tensor, sampling: SamplingParams, texts: Sequence[TextSoFar]) -> Tensor:
-    reached = kept_probabilities(logits, sampling).cumsum(-1)
-    keys = torch.tensor([stream_key(text.sampling.seed, f"sampling/{text.sequence}") for text in texts])
-    draws = uniform(torch.tensor([len(text.written) for text in texts]), (keys[:, 0], keys[:, 1]))
-    draws = draws.to(reached) * reached[:, -1]
-    return torch.searchsorted(reached, draws[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+def _choose(logits: Tensor, sampling: SamplingParams, texts: Sequence[TextSoFar]) -> Tensor:
+    """Returns the next tokens of texts with equal parameters except the seed."""
+    changed = with_penalties(logits, texts)
+    if sampling.is_greedy:
+        return changed.argmax(-1)
+    reached = kept_probabilities(changed, sampling).cumsum(-1)
+    draws = torch.tensor(_draws(texts), dtype=torch.float64).to(reached.dtype)
+    limits = to_device(draws, reached.device) * reached[:, -1]
+    return torch.searchsorted(reached, limits[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+def _draws(texts: Sequence[TextSoFar]) -> list[float]:
+    """Returns the uniform draw for the next token of each text. Draws are computed for many tokens at once, because it
+    takes a hundred operations."""
+    lacking = [text for text in texts if not 0 <= len(text.written) - text.first_draw < len(text.draws)]
+    if lacking:
+        keys = torch.tensor([stream_key(text.sampling.seed, f"sampling/{text.sequence}") for text in lacking])
+        index = torch.tensor([len(text.written) for text in lacking])[:, None] + torch.arange(_DRAWS_AT_ONCE)
+        for text, draws in zip(lacking, uniform(index, (keys[:, :1], keys[:, 1:])).tolist(), strict=True):
+            text.first_draw, text.draws = len(text.written), draws
+    return [text.draws[len(text.written) - text.first_draw] for text in texts]
 
 
 def with_penalties(logits: Tensor, texts: Sequence[TextSoFar]) -> Tensor:
     """Returns logits [b, V], in float32 at least, after the penalties and bans of each row, which has one text."""
     result = widened(logits)
+    if not any(text.sampling.has_penalties for text in texts):
+        return result
     result = result.clone() if result is logits else result
     for row, text in zip(result, texts, strict=True):
         sampling = text.sampling

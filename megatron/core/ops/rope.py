@@ -72,6 +72,7 @@ def _rotate(heads: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     x, y = heads[..., one], heads[..., other]
     torch.sub(x * cos, y * sin, out=rotated[..., one])
     torch.add(y * cos, x * sin, out=rotated[..., other])
-    for rest in (slice(0, first), slice(end, None)):
-        rotated[..., rest] = heads[..., rest]
+    for rest in (slice(0, first), slice(end, heads.shape[-1])):
+        if rest.start < rest.stop:
+            rotated[..., rest] = heads[..., rest]
     return rotated

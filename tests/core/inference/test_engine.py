@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from support.generating_models import DELTA, MODELS, build, build_in_layout
+from support.graph_recorder import REFUSED
 from support.pool import Pool
 
 from megatron.core.exceptions import UserError
@@ -20,6 +21,7 @@ from megatron.core.inference.generation import generate
 from megatron.core.inference.layout_forward import LayoutForward
 from megatron.core.inference.paged_context import PagedInferenceContext
 from megatron.core.inference.sampling import GREEDY, SamplingParams, TextSoFar
+from megatron.core.utils.torch_private import TorchDispatchMode
 
 PROMPTS = [[3, 7, 1], [5], [9, 2, 8, 30, 11, 4, 1, 1, 6, 20], [6, 6], [12, 13, 14, 15, 16]]
 
@@ -119,6 +121,40 @@ def test_a_text_that_is_cancelled_frees_its_pages() -> None:
     assert kept.finish == waiting.finish == "length" and left.finish is None
     assert kept.tokens == generate(model, [PROMPTS[0]], 10, GREEDY)[0]
     assert engine.num_used_pages == 0 and sorted(engine._free_pages) == list(range(1, 40))
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would let the host wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in REFUSED
+        return func(*args, **(kwargs or {}))
+
+    def tolist(self, tensor: torch.Tensor) -> list:
+        self.count += 1
+        return self.plain(tensor)
+
+    plain = staticmethod(torch.Tensor.tolist)
+
+
+def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy texts beside sampled ones, of several temperatures."""
+    engine, waits = engine_of(build(*MODELS["rope, grouped"]), prefill_tokens=64), Waits()
+    for number, prompt in enumerate(PROMPTS[:3]):
+        ask(engine, prompt, SamplingParams(1.0 + number, top_k=number), 6, number)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: waits.tolist(tensor))
+    counts = []
+    while engine.has_work:
+        before = waits.count
+        with waits:
+            engine.step()
+        counts.append(waits.count - before)
+    assert counts[0] > 1, "the first step draws for many tokens, on the host"
+    assert counts[1:] == [1] * 5
 
 
 def test_ends_and_lengths() -> None:

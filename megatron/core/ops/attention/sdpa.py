@@ -163,17 +163,35 @@ def _whole(
     sq, sk = query.shape[0], key.shape[0]
     at_end = call.query_positions is None and (sq == sk or not variant.causal)
     plain = call.mask is None and variant.window is None and at_end
-    hidden = None if plain else hidden_keys(variant, call, 0, sq, sq, sk, query.device)
+    visible = None if plain else _visible_keys(variant, call, sq, sk, query.device)
     context = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),  # [b, a, sq, d], a view
         key.permute(1, 2, 0, 3),
         value.permute(1, 2, 0, 3),
-        attn_mask=None if hidden is None else ~hidden,
+        attn_mask=visible,
         is_causal=plain and variant.causal,
         scale=variant.scale,
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return context.permute(2, 0, 1, 3)[..., :width]  # [sq, b, a, dv]
+
+
+def _visible_keys(
+    variant: AttentionVariant, call: AttentionCall, sq: int, sk: int, device: torch.device
+) -> Tensor | None:
+    """Returns the keys that the queries see, as SDPA's mask; None: all. Layers that are called with the same tensor of
+    positions share one mask, which is kept with that tensor: text generation would make one per layer and token."""
+    positions = call.query_positions
+    if positions is None or positions.is_inference() or call.mask is not None or call.cu_seqlens is not None:
+        hidden = hidden_keys(variant, call, 0, sq, sq, sk, device)
+        return None if hidden is None else ~hidden
+    masks: dict[object, Tensor | None] = getattr(positions, "visible_keys", {})
+    key = positions._version, sq, sk, variant.reach
+    if key not in masks:
+        hidden = hidden_keys(variant, call, 0, sq, sq, sk, device)
+        masks[key] = None if hidden is None else ~hidden
+        positions.visible_keys = masks  # type: ignore[attr-defined]
+    return masks[key]
 
 
 def _documents(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, cu_seqlens: Tensor) -> Tensor:
