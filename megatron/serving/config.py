@@ -102,9 +102,9 @@ class ServeConfig:
     prefill_tokens: int = 2048
     """Largest number of tokens of prompts that are computed between two tokens of the other texts."""
 
-    decoding_graphs: bool = flag(True, off="--no-decoding-graphs")
+    decoding_graphs: bool = False
     """On one GPU, compute the tokens after the prompts by CUDA graphs. No effect on several ranks, on a CPU, and for
-    models that wait for the device."""
+    models that wait for the device. Tested with recorded operations on a CPU, and not yet on a GPU."""
 
     max_connections: int = 512
     """Number of open connections; further ones are refused with 503."""
