@@ -84,7 +84,7 @@ class SamplingParams:
 
     @functools.cached_property
     def without_seed(self) -> "SamplingParams":
-        """The same parameters with one seed for all."""
+        """These parameters with one seed for all."""
         return dataclasses.replace(self, seed=0)
 
     @property
