@@ -67,8 +67,10 @@ TESTED_TOGETHER = {
     "test_programs.py": {"__main__.py"},
     "tools/test_plan.py": {f"diagnosis/planning/{name}.py" for name in _PLANNED},
     "core/inference/test_generation.py": {"core/transformer/recurrent_cache.py"},
-    "core/inference/test_engine.py": {f"core/inference/{name}.py" for name in ("call_channel", "layout_forward")},
-    "serving/test_api.py": {"serving/answers.py", "serving/engine_thread.py"},
+    "core/inference/test_engine.py": {
+        f"core/inference/{name}.py" for name in ("call_channel", "device_copies", "layout_forward")
+    },
+    "serving/test_api.py": {"serving/answers.py"},
     "serving/test_openai_requests.py": {"serving/json_fields.py"},
     "tools/test_serve.py": {"serving/serve.py"},
     "core/transformer/moe/test_moe_layer.py": {"core/transformer/moe/shared_experts.py"},

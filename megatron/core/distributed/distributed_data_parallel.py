@@ -443,9 +443,11 @@ class DistributedDataParallel(nn.Module):
             self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Waits for all running all-gathers of weights (on CUDA, later kernels wait)."""
+        """Waits for all running all-gathers of weights, and until other ranks have copied this rank's (on CUDA, later
+        kernels wait). What follows may write the shards."""
         for unit in self._all_units:
             unit.finish_all_gather()
+            unit.wait_for_readers()
 
     def enable_forward_pre_hook(self) -> None:
         """Lets modules wait for weights that are being gathered. This is the initial state."""

@@ -106,7 +106,12 @@ class Unit:
         the caller writes to it. Raises UserError if the disk fails."""
         if self.file_shard is not None:
             self.file_shard.fetch(changes)
-        elif changes and self._peers is not None:
+        elif changes:
+            self.wait_for_readers()
+
+    def wait_for_readers(self) -> None:
+        """Lets later kernels wait until no other rank still copies the shard from this rank's memory."""
+        if self._peers is not None:
             self._peers[0].wait_for_readers()
 
     def share_shard(self, peers: PeerRows, start: int, shard: Tensor) -> None:

@@ -39,8 +39,6 @@ class WeightAverage:
     def in_place_of_weights(self) -> Iterator[None]:
         """Inside the context the model computes with the average. Afterwards its weights are what they were, to the
         bit. Needs memory for another copy of this rank's shard. Collective."""
-        for chunk in self.chunks:
-            chunk.finish_param_sync()
         kept = [state.unit.weight_shard.clone() for state in self.states]
         self._write([average.tensor for average in self.values])
         try:
@@ -50,6 +48,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def _write(self, values: Sequence[Tensor]) -> None:
+        for chunk in self.chunks:
+            chunk.finish_param_sync()
         for state, shard in zip(self.states, values, strict=True):
             state.unit.weight_shard.copy_(shard)
             state.unit.mark_updated()

@@ -53,6 +53,9 @@ def no_bit_differs(folder: str, dtype: torch.dtype) -> bool:
     ddp.load_state_dict(state)
     with ddp.whole_weights():
         assert torch.equal(whole, torch.cat([unit.param_buffer for unit in ddp.units]))
+    (peers,) = {id(unit._peers[0]): unit._peers[0] for unit in ddp.units if unit._peers}.values()
+    with ddp.whole_weights():
+        assert peers._awaited == peers.number > 0  # what follows may write the weights
     places.memories[0].close()
     return True
 
