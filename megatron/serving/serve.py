@@ -129,7 +129,11 @@ def decoding_graphs(
     forward: LayoutForward, context: PagedInferenceContext, world: Group, config: ServeConfig
 ) -> DecodingGraphs | None:
     """Returns what computes decoding steps by CUDA graphs; None: they run eagerly."""
-    if not config.decoding_graphs or forward.device.type != "cuda" or world is not None:
+    if not config.decoding_graphs:
+        return None
+    if forward.device.type != "cuda" or world is not None:
+        place = "a CPU" if world is None else "several ranks"
+        say(f"WARNING: --decoding-graphs has no effect on {place}: one GPU computes graphs; leave it out")
         return None
     return DecodingGraphs(forward, context, CudaGraphRecorder(forward.device), say)
 

@@ -22,7 +22,7 @@ from support.saved_models import save_random_model
 from megatron.core.exceptions import UserError
 from megatron.core.inference.layout_forward import LayoutForward
 from megatron.serving.config import ServeConfig
-from megatron.serving.serve import build_cache
+from megatron.serving.serve import build_cache, decoding_graphs
 from tools import generate, serve
 
 ROOT = Path(__file__).parents[2]
@@ -168,6 +168,13 @@ def test_a_port_that_is_taken(checkpoints: Path, capsys: pytest.CaptureFixture) 
         port = taken.getsockname()[1]
         code, err = run(capsys, "--load", checkpoints, "--port", port)
     assert code == 2 and f"--port {port}: " in err and "0 for a free one" in err
+
+
+def test_graphs_that_this_machine_cannot_compute_are_named(capsys: pytest.CaptureFixture) -> None:
+    forward, config = LayoutForward(build({}, {"position_embedding_type": "rope"})), ServeConfig(decoding_graphs=True)
+    context = build_cache(forward, None, 64, config, lambda sentence: None)
+    assert decoding_graphs(forward, context, None, config) is None
+    assert "--decoding-graphs has no effect on a CPU: one GPU computes graphs" in capsys.readouterr().err
 
 
 def test_a_cache_that_is_shorter_than_the_longest_text() -> None:

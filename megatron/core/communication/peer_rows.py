@@ -46,7 +46,8 @@ class PeerRows:
         return len(self.global_ranks) + rank
 
     def start_gather(self, start: int, out: Tensor) -> "CopiedRows":
-        """Starts to copy the rows at byte `start` of every rank's memory into `out`, [n] or [ranks * n], contiguous."""
+        """Starts to copy the rows at byte `start` of every rank's memory into `out`: contiguous, the ranks' parts one
+        after the other."""
         self.number += 1
         lane, parts = self.memory.copies, out.view(len(self.global_ranks), -1)
         shape = tuple(parts[0].shape)

@@ -50,7 +50,7 @@ def adapted(config: TransformerConfig, lora: LoraConfig) -> Any:
     ],
 )
 def test_the_count_is_what_a_model_computes(fields: dict[str, Any], targets: list[str] | None) -> None:
-    """Within 1% of torch's counter, whose scores count at half."""
+    """Within 1% of torch's counter, of whose products of scores half counts."""
     config, lora = configured(**fields), LoraConfig(lora_rank=6, lora_target_modules=targets)
     gpt, tokens = adapted(config, lora), torch.randint(VOCAB, (BATCH, SEQ))
     with FlopCounterMode(display=False) as counter:

@@ -31,7 +31,7 @@ def test_texts_with_other_parameters_change_nothing() -> None:
 
 
 def test_draws_are_functions_of_seed_sequence_and_length() -> None:
-    """Whatever was drawn before, also for a text that is shorter than it was."""
+    """They do not depend on earlier draws, nor on whether the text has become shorter."""
     text, flat = TextSoFar(SamplingParams(seed=9), sequence=4), torch.zeros(1, 1 << 16)
     key = stream_key(9, "sampling/4")
     for length in (0, 1, 63, 64, 65, 200, 7):

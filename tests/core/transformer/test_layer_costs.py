@@ -207,7 +207,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS.keys())
 def test_megatron_lms_count_is_what_a_model_computes(fields: dict[str, Any]) -> None:
-    """Within 1% of torch's counter over unfused attention, whose two score-sized products count at half. The vocabulary
+    """Within 1% of torch's counter. Attention is unfused, and half of its two products of scores counts. The vocabulary
     is padded."""
     vocab, padded, seq, batch = 300, 384, 32, 2
     is_latent = "kv_lora_rank" in fields
