@@ -1,12 +1,15 @@
 """The floor of a training step: the least time of its products, its attention and the bytes that it must move.
 
 `measure_floor` times each distinct product and attention call that recorder.py recorded. It times each one alone,
-on random data, long enough for the GPU to reach its power limit as in training. It also times a device copy, whose rate
-gives the time of memory-bound operations. `link_rates` times large transfers between ranks. `benchmarks/bench.py CELL
---floor` prints the result (benchmarks/bench_floor.py).
+on random data, long enough for the GPU to reach its power limit as in training. Attention to selected keys takes its
+share of the time of attention to all keys. A device copy is timed too: its rate gives the time of memory-bound
+operations. Scans of state space layers and scores of an indexer are not timed: they take as long as their FLOPs at the
+rate of the fastest product of the step, or as their bytes at the rate of the copy (`recorder.Roofline`). `link_rates`
+times large transfers between ranks. `benchmarks/bench.py CELL --floor` prints the result (benchmarks/bench_floor.py).
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,18 +22,21 @@ from torch.distributed import ProcessGroup
 from benchmarks.measuring import elapsed
 from benchmarks.recorder import Attention, AttentionBlock, Recorder
 from megatron.core import backends
+from megatron.core.attention_plan import plan_attention
 from megatron.core.backends import fp8_settings
 from megatron.core.communication.collectives import group_rank, group_size, start_gather_rows
 from megatron.core.communication.peer_memory import SymmetricMemory
 from megatron.core.distributed.main_grad import accumulate_product
 from megatron.core.exceptions import UserError
+from megatron.core.ops.attention.kernels import Situation
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.ops.fp8.block_recipes import build_scaling
 from megatron.core.ops.fp8.quantize import Quantized
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, Scaling
 from megatron.core.ops.linear import product
 from megatron.diagnosis.planning.work import Product
 
-PARTS = ("products", "casts to fp8", "attention", "memory-bound operations", "update of the weights")
+PARTS = ("products", "casts to fp8", "attention", "state space", "memory-bound operations", "update of the weights")
 """The parts of a floor."""
 
 
@@ -84,7 +90,7 @@ def measure_floor(seen: Recorder, config: Any, num_microbatches: int, update_byt
     weights moves `update_bytes`."""
     rate = clock.copy_rate()
     settings = fp8_settings(config, (config.num_layers + 1) // 2, backends.choose_backend(config).fp8_kernels)
-    found = []
+    found, fastest = [], 0.0
     for each, count in seen.products.items():
         timed = _fp8_products(each, settings, clock) if each.fp8 else _products(each, clock)
         found += [
@@ -96,8 +102,13 @@ def measure_floor(seen: Recorder, config: Any, num_microbatches: int, update_byt
             tokens, weight = 4 * each.rows * (each.inputs + each.outputs), 4 * each.inputs * each.outputs * each.weights
             moved = tokens * num_microbatches + weight
             found.append(Timed("casts to fp8", each.describe(), count, moved / rate))
+        else:
+            fastest = max(fastest, each.flops / min(timed.values()))
+    for other, count in seen.others.items():
+        ms = max(other.flops / fastest, other.moved / rate)
+        found.append(Timed(other.part, other.name, count * num_microbatches, ms, other.flops))
     for call, count in seen.attention.values():
-        for name, ms, flops in _attention(call, clock):
+        for name, ms, flops in _attention(call, config, clock):
             found.append(Timed("attention", name, count * num_microbatches // seen.attention_microbatches, ms, flops))
     for name, moved in seen.moved.most_common():
         found.append(Timed("memory-bound operations", name, num_microbatches, moved / rate))
@@ -149,16 +160,30 @@ def _both(scaling: Scaling, matrix: Tensor, role: Role) -> tuple[Quantized, Quan
     return pair.rows, pair.columns
 
 
-def _attention(call: Attention | AttentionBlock, clock: Clock) -> list[tuple[str, float, float]]:
+def _attention(call: Attention | AttentionBlock, config: Any, clock: Clock) -> list[tuple[str, float, float]]:
     """Returns name, milliseconds and floating point operations of forward and backward."""
+    share = 1.0
+    if isinstance(call, Attention) and call.seen is not None:
+        share = call.seen / call.pairs
+        call = _to_all_keys(call, config, clock)
     (length, batch, heads, width), (keys, *_), (*_, value_width) = call.shapes
     block = f" and {keys} keys" if isinstance(call, AttentionBlock) else ""
     name = f"batch {batch}, {length} queries{block}, {heads} heads, {width} and {value_width} channels"
     forward, backward = _runs_of_block(call, clock) if isinstance(call, AttentionBlock) else _runs_of(call, clock)
+    name += f", {share:.1%} of the keys" if share < 1 else ""
     return [
-        (f"{name}, forward", clock.milliseconds(forward), call.flops),
-        (f"{name}, backward", clock.milliseconds(backward), 2.5 * call.flops),  # it computes the scores again
+        (f"{name}, forward", share * clock.milliseconds(forward), call.flops),
+        (f"{name}, backward", share * clock.milliseconds(backward), 2.5 * call.flops),  # it computes the scores again
     ]
+
+
+def _to_all_keys(call: Attention, config: Any, clock: Clock) -> Attention:
+    """Returns the call without its mask and causality, with the kernel that is then chosen: pairs are computed fastest
+    where every query sees all keys."""
+    variant = AttentionVariant(call.variant.scale, causal=False, widths=call.variant.widths)
+    plan = plan_attention(backends.choose_backend(config), variant, config)
+    kernel = plan.kernel_of(Situation(clock.device.type, call.dtype, False, False), AttentionCall(), call.shapes[0][0])
+    return dataclasses.replace(call, compute=kernel.compute, variant=variant, call=AttentionCall())
 
 
 def _runs_of(call: Attention, clock: Clock) -> tuple[Callable[[], object], Callable[[], object]]:

@@ -17,7 +17,9 @@ from support.processes import run_on_ranks
 from benchmarks import add_row, bench
 from benchmarks.bench import main
 from benchmarks.bench_floor import FloorMeasure, StepFloor, update_bytes
-from benchmarks.floor import Clock, Timed, summary
+from benchmarks.floor import Clock, Timed, measure_floor, summary
+from benchmarks.recorder import Recorder, Roofline
+from megatron.diagnosis.planning.work import Product
 
 LLAMA = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -70,6 +72,63 @@ def test_documents_of_all_micro_batches_are_timed(capsys: pytest.CaptureFixture[
     # 3 layers in each of 4 micro-batches, whose documents differ.
     assert printed.count("ms  3 times batch 1, 16 queries, 4 heads, 8 and 8 channels, forward: ") == 4
     assert "it has 100.0% of the model FLOPs" in printed
+
+
+LATENT = (
+    "--group-query-attention --num-query-groups 2",
+    "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 8 --experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 "
+    "--dsa-indexer-topk 5",
+)
+
+
+def test_attention_to_selected_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A query scores the keys before it and its own, and attends to 5 of them: of a row of 16 tokens 136 and 70 pairs.
+    An indexer without a loss has no backward."""
+    row = tmp_path / "ours.json"
+    main([*LLAMA.replace(*LATENT).split(), "--json", str(row)])
+    printed = capsys.readouterr().out
+    assert "ms  6 times scores of an indexer: 272 pairs, 3 heads, 8 channels: " in printed
+    for way in ("forward", "backward"):
+        assert f"16 queries, 4 heads, 12 and 8 channels, {140 / 512:.1%} of the keys, {way}: " in printed
+    assert "ms  6 times 32 x 12 x 24 float32, forward: " in printed
+    assert "32 x 12 x 24 float32, weight gradient" not in printed
+    assert "times choice of keys: " in printed and "loss of an indexer" not in printed
+    parts = json.loads(row.read_text())["floor_parts"]
+    assert parts.keys() == {"products", "attention", "memory-bound operations", "update of the weights"}
+    main([*LLAMA.replace(*LATENT).split(), "--dsa-indexer-loss-coeff", "0.1"])
+    printed = capsys.readouterr().out
+    assert "ms  6 times loss of an indexer: 272 pairs: " in printed
+    assert "ms  6 times 32 x 12 x 24 float32, weight gradient: " in printed
+    main([*LLAMA.replace(*LATENT).split(), "--dsa-indexer-loss-coeff", "0.1", "--dsa-indexer-use-sparse-loss"])
+    assert "ms  6 times loss of an indexer: 140 pairs: " in capsys.readouterr().out
+
+
+def test_state_space_layers_have_a_part_of_the_floor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = tmp_path / "ours.json"
+    pattern = (
+        "--is-hybrid-model --hybrid-layer-pattern MGM --mamba-num-heads 4 --mamba-head-dim 16 --mamba-state-dim 8 "
+        "--mamba-num-groups 2 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 "
+        "--linear-value-head-dim 12 --linear-conv-kernel-dim 4"
+    )
+    main([*LLAMA.replace("--num-layers 3", pattern).split(), "--json", str(row)])
+    printed = capsys.readouterr().out
+    assert f"ms  4 times scan of mamba: {32 * 4 * 16 * 8} numbers of states: " in printed
+    assert f"ms  2 times scan of gated_delta_net: {32 * 4 * 8 * 12} numbers of states: " in printed
+    assert "times gates and norms: " in printed
+    assert json.loads(row.read_text())["floor_parts"].keys() >= {"products", "state space"}
+
+
+def test_what_is_not_timed_takes_the_longer_of_its_flops_and_its_bytes() -> None:
+    recorder, clock = Recorder(), mock.Mock(device=torch.device("cpu"))
+    clock.copy_rate.return_value, clock.milliseconds.return_value = 1e6, 2.0
+    recorder.products[Product(100, 10, 10, torch.float32, backward=(False, False))] = 1  # 10,000 FLOPs a millisecond
+    recorder.others[Roofline("state space", "bytes", 1e4, 3_000_000)] = 2
+    recorder.others[Roofline("attention", "flops", 5e4, 3_000_000)] = 1
+    config = mock.Mock(num_layers=1, fp8=None, fp4=None)
+    found = {each.name: each for each in measure_floor(recorder, config, 4, 10**6, clock)}
+    assert (found["bytes"].part, found["bytes"].count, found["bytes"].milliseconds) == ("state space", 8, 3.0)
+    assert (found["flops"].part, found["flops"].count, found["flops"].milliseconds) == ("attention", 4, 5.0)
 
 
 def test_clock_and_summary() -> None:

@@ -3,6 +3,7 @@ memory-bound operation counts as reading its inputs once and writing its outputs
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +51,9 @@ class AttentionWork:
     value_width: int
     blocks: int = 1
     """Number of kernel calls: a rank of a context parallel group computes attention block by block."""
+    selects: bool = False
+    """Whether an indexer selects keys for each query. `keys` is nevertheless the number of keys that the query sees:
+    the kernel skips only tiles in which no query of 64 has selected a key."""
 
     @property
     def flops(self) -> float:
@@ -58,12 +62,38 @@ class AttentionWork:
         return 2.0 * self.queries * self.keys * self.heads * (self.width + self.value_width)
 
 
+@dataclass(frozen=True)
+class Selection:
+    """An indexer's choice of keys for attention. It scores all keys of a row for each query, also later ones."""
+
+    queries: int
+    keys: int
+    heads: int
+    width: int
+
+    @property
+    def pairs(self) -> int:
+        """Number of scores."""
+        return self.queries * self.keys
+
+    @property
+    def flops(self) -> float:
+        """Floating point operations of the scores."""
+        return 2.0 * self.pairs * self.heads * self.width
+
+
+STATE_PRODUCTS: Mapping[str, int] = {"mamba": 2, "gated_delta_net": 3}
+"""For each token mixer with a recurrent state: number of products of a token with the state of a head in forward.
+Mamba-2 writes the state and reads it; the gated delta rule also reads what the state returns for the key."""
+
+
 @dataclass
 class Work:
     """The work of forward and backward."""
 
     products: Counter[Product] = field(default_factory=Counter)
     attention: Counter[AttentionWork] = field(default_factory=Counter)
+    selections: Counter[Selection] = field(default_factory=Counter)
     forward_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes that forward must move, by kind of operation."""
     backward_bytes: Counter[str] = field(default_factory=Counter)
@@ -85,6 +115,7 @@ class Work:
         for mine, theirs in (
             (self.products, other.products),
             (self.attention, other.attention),
+            (self.selections, other.selections),
             (self.forward_bytes, other.forward_bytes),
             (self.backward_bytes, other.backward_bytes),
             (self.states, other.states),
