@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron.core.exceptions import UserError
 from megatron.diagnosis.planning.figures import Figure, total
 from megatron.diagnosis.planning.gpus import Gpu
-from megatron.diagnosis.planning.work import AttentionWork, Product, Work
+from megatron.diagnosis.planning.work import AttentionWork, Product, Selection, Work
 
 _TILE = (128, 256)
 _TILE_ENDS = 80
@@ -31,6 +31,12 @@ _DIAGONAL = 12.9
 _CACHE, _BEYOND_CACHE = 60e6, 1.2
 """Bytes of a GPU's cache, and how many times as long attention takes if the keys and values of a head do not fit (the
 rows LLAMA1B_256K and LLAMA8B_128K, 67 MB; 34 MB in LLAMA1B_128K take what shorter rows do)."""
+_SELECTS = 4.1
+"""How many times as long attention takes if an indexer selects keys: our kernel computes 1.3 times the products, at a
+third of the rate (from the row DSA: what its other parts leave)."""
+_CHOICE = 170
+"""Bytes that the choice of the best keys moves for each score: masks of causality and documents, comparisons and counts
+are tensors of all pairs, and topk reads its rows 18 times."""
 _STATES = {"mamba": 6.0e12, "gated_delta_net": 3.2e12}
 """Numbers of the states that forward and backward of a scan move in a second on a GPU whose copy moves 4.2 TB/s."""
 _COPY_OF_STATES = 4.2e12
@@ -62,6 +68,8 @@ def passes_of(work: Work, gpu: Gpu) -> list[Passes]:
     attention = total(_attention(each, gpu).times(count) for each, count in work.attention.items())
     first = attention.times(_FORWARD_OF_ATTENTION)
     found.append(Passes("attention", first, attention.times(1 - _FORWARD_OF_ATTENTION), nothing))
+    scores = total(_scores(each, gpu).times(count) for each, count in work.selections.items())
+    found.append(Passes("choice of keys", scores, nothing, nothing))
     states = total(
         Figure(count / _STATES[kind] * _COPY_OF_STATES / gpu.copy.value, f"scans of {kind} on an H200", 0.25)
         for kind, count in work.states.items()
@@ -138,7 +146,17 @@ def _attention(each: AttentionWork, gpu: Gpu) -> Figure:
     slower = _BEYOND_CACHE if 2 * row * (each.width + each.value_width) > _CACHE else 1.0
     seconds = slower * 3.5 * each.flops * (channels + exponential / width) * (1 + _DIAGONAL * width / row)
     source = gpu.attention_64 if width <= 96 else gpu.attention_128
+    if each.selects:
+        why = f"{_SELECTS} times as long as without a selection, row DSA; {source.source}"
+        return Figure(_SELECTS * seconds, why, source.error + 0.12)
     return Figure(seconds + 2 * each.blocks * _LAUNCH, source.source, source.error + 0.03)
+
+
+def _scores(each: Selection, gpu: Gpu) -> Figure:
+    """Returns the time in which an indexer scores keys, at the rate of attention, and the best keys are chosen."""
+    rate, moved = gpu.attention_128, elementwise_rate(gpu)
+    scores = Figure(each.flops / rate.value, f"scores of keys at the rate of attention; {rate.source}", 0.3)
+    return total([scores, moved.per(_CHOICE * each.pairs)])
 
 
 def _attention_constants(gpu: Gpu) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from megatron.core.transformer.config.hybrid import mamba_heads
 from megatron.core.transformer.layer_costs import keys_seen
 from megatron.core.transformer.layer_patterns import described_layer, has_rope, layer_parts, with_sizes_of
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.diagnosis.planning.work import AttentionWork, Product, Work
+from megatron.diagnosis.planning.work import AttentionWork, Product, Selection, Work
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
@@ -88,7 +88,7 @@ def check_is_known(run: PretrainConfig) -> None:
     numbers = range(1, transformer.num_layers + (transformer.mtp_num_layers or 0) + 1)
     mixers = {layer_parts(transformer, number).token_mixer for number in numbers}
     if "dsa" in mixers:
-        raise UserError("the time of sparse attention (dsa) is not predicted: no measurement of it exists")
+        _check_sparse_attention_is_known(transformer)
     emulated = "--fp4-format" if transformer.fp4 is not None else "--fp8-recipe mxfp8"
     if transformer.fp4 is not None or (transformer.fp8 is not None and transformer.fp8_recipe == "mxfp8"):
         raise UserError(
@@ -97,6 +97,19 @@ def check_is_known(run: PretrainConfig) -> None:
     if run.ddp.exact_gradient_sums:
         raise UserError(
             "the time of --exact-data-parallel-sums is not predicted: it was 1.6 to 1.7 times that of the run without"
+        )
+
+
+def _check_sparse_attention_is_known(config: TransformerConfig) -> None:
+    if config.context_parallel_size > 1:
+        raise UserError(
+            f"--context-parallel-size {config.context_parallel_size}: the time of sparse attention (dsa) is not "
+            "predicted with context parallelism: no measurement of it exists; that of 1 is"
+        )
+    if isinstance(config, MLATransformerConfig) and config.dsa_indexer_loss_coeff:
+        raise UserError(
+            f"--dsa-indexer-loss-coeff {config.dsa_indexer_loss_coeff}: the time of the indexer's loss is not "
+            "predicted: no measurement of it exists; that of a run without the loss is"
         )
 
 
@@ -242,7 +255,34 @@ def _attend(work: Work, sizes: Sizes, number: int, heads: int, width: int, value
     seen = length if sizes.run.is_bidirectional else keys_seen(sizes.config, number, length)
     if sizes.document_tokens is not None:
         seen = min(seen, round(sizes.document_tokens / 2))
-    work.attention[AttentionWork(sizes.tokens, seen, heads, width, value_width, context)] += 1
+    selects = _selects_keys(sizes, number)
+    work.attention[AttentionWork(sizes.tokens, seen, heads, width, value_width, context, selects)] += 1
+
+
+def _selects_keys(sizes: Sizes, number: int) -> bool:
+    """Whether queries of a layer see fewer keys than their row has, because an indexer selects them."""
+    config, length = sizes.config, sizes.run.data.seq_length
+    if layer_parts(config, number).token_mixer != "dsa":
+        return False
+    assert isinstance(config, MLATransformerConfig) and config.dsa_indexer_topk and length
+    return length > config.dsa_indexer_topk
+
+
+def _sparse_attention(work: Work, sizes: Sizes, config: TransformerConfig, number: int) -> None:
+    """Adds latent attention and its indexer, which has all heads on every tensor parallel rank. Without a loss of its
+    own the indexer has no backward."""
+    assert isinstance(config, MLATransformerConfig) and config.dsa_indexer_n_heads and config.dsa_indexer_head_dim
+    _latent_attention(work, sizes, config, number)
+    tokens, fp8, h = sizes.tokens, sizes.is_fp8(number), config.hidden_size
+    heads, width = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+    for inputs, outputs in ((config.q_lora_rank or h, heads * width), (h, width), (h, heads)):
+        work.products[Product(tokens, inputs, outputs, sizes.dtype, fp8, backward=(False, False))] += 1
+    row = tokens * width * sizes.dtype.itemsize
+    work.move("norms", 2 * row, 0, kernels=1)
+    work.move("rotary positions", 2 * (heads + 1) * row, 0)
+    if _selects_keys(sizes, number):
+        assert sizes.run.data.seq_length is not None
+        work.selections[Selection(tokens, sizes.run.data.seq_length, heads, width)] += 1
 
 
 def _mamba(work: Work, sizes: Sizes, config: TransformerConfig, number: int) -> None:
@@ -275,6 +315,7 @@ def _gated_delta_net(work: Work, sizes: Sizes, config: TransformerConfig, number
 
 _MIXERS: dict[str, Callable[[Work, Sizes, TransformerConfig, int], None]] = {
     "attention": _attention,
+    "dsa": _sparse_attention,
     "mamba": _mamba,
     "gated_delta_net": _gated_delta_net,
     "linear": _linear,

@@ -49,9 +49,9 @@ class StepTime:
     """The time of a step and its parts, in seconds, on the rank that computes longest."""
 
     parts: Mapping[str, Figure]
-    """By name: products, attention, scans, memory-bound operations, casts to fp8, waiting for the host, exposed
-    communication by kind (tensor, context, expert, data parallel), bubble, uneven documents, optimizer, products of
-    Muon, between steps."""
+    """By name: products, attention, choice of keys, scans, memory-bound operations, casts to fp8, waiting for the host,
+    exposed communication by kind (tensor, context, expert, data parallel), bubble, uneven documents, optimizer,
+    products of Muon, between steps."""
     bubble: float
     """The fraction of all ranks' time in the schedule in which they wait."""
     tokens: int
@@ -303,7 +303,7 @@ def _recomputed(
 ) -> list[Passes]:
     """Returns the passes with the forward that backward repeats."""
     transformer = config.transformer
-    again = {"attention": 0.0, "memory-bound operations": 0.0, "products": 0.0, "scans": 0.0, "casts to fp8": 0.0}
+    again = dict.fromkeys((each.kind for each in passes), 0.0)
     if transformer.recompute_granularity == "full":
         layers = len(stage.layers)
         chosen = layers

@@ -16,7 +16,7 @@ from benchmarks.recorder import Recorder
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.diagnosis.planning.layer_work import check_is_known, stage_work
-from megatron.diagnosis.planning.work import Product
+from megatron.diagnosis.planning.work import STATE_PRODUCTS, Product, Selection, Work
 from megatron.facades.pretrain import pretrain_config
 from megatron.training.adapters import with_adapters
 from megatron.training.arguments import configure
@@ -38,6 +38,19 @@ EXPERTS = (
     "--num-experts 4 --moe-grouped-gemm --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-layer-freq ([0]+[1]*2) "
     "--moe-token-dispatcher-type alltoall "
 )
+DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 12 --linear-conv-kernel-dim 4 "
+)
+MAMBA = (
+    "--is-hybrid-model --hybrid-layer-pattern M-M --mamba-num-heads 4 --mamba-head-dim 16 --mamba-state-dim 8 "
+    "--mamba-num-groups 2 "
+)
+DSA = (
+    "--experimental-attention-variant dsa --q-lora-rank 12 --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 "
+    "--dsa-indexer-topk "
+)
+PLAIN_LLAMA = LLAMA.replace("--group-query-attention --num-query-groups 2", "")
 LATENT = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
 
 
@@ -61,29 +74,60 @@ def shapes(products: Counter[Product]) -> Counter[Product]:
         "",
         LLAMA + EXPERTS,
         f"{LLAMA}{EXPERTS} --moe-shared-expert-intermediate-size 24",
-        f"{LLAMA.replace('--group-query-attention --num-query-groups 2', '')}{EXPERTS}{LATENT}",
+        f"{PLAIN_LLAMA}{EXPERTS}{LATENT}",
+        LLAMA + DELTA,
+        LLAMA + MAMBA,
+        f"{PLAIN_LLAMA}{LATENT}{DSA} 16",
     ],
 )
 def test_the_work_is_that_of_a_micro_batch(flags: str) -> None:
+    recorder, work = recorded_and_counted(flags)
+    assert shapes(work.products) == shapes(recorder.products)
+    own = work.forward_bytes + work.backward_bytes
+    counted = {"norms", "residuals", "activations", "permutation", "cross entropy", "convolutions", "gates and norms"}
+    assert counted & recorder.moved.keys() and "norms" in recorder.moved
+    for kind in counted & recorder.moved.keys():
+        # Rows that arrive have one more row as a placeholder.
+        allowed = 0.03 if kind == "permutation" else 0.0
+        assert own[kind] == pytest.approx(recorder.moved[kind], rel=allowed), kind
+    scans = sum(6.0 * STATE_PRODUCTS[kind] * states for kind, states in work.states.items())
+    assert scans == sum(count * each.flops for each, count in recorder.others.items())
+    assert 3.0 * (sum(n * p.flops for p, n in work.products.items()) + _attention(work)) + scans == pytest.approx(
+        recorder.flops(),
+        rel=0.02,  # a query sees (length + 1) / 2 keys, and Megatron-LM counts length / 2
+    )
+    assert not work.selections
+
+
+def recorded_and_counted(flags: str) -> tuple[Recorder, Work]:
+    """Returns what a micro-batch computes, and what is counted from its config."""
     recorder, config = Recorder(), configured(TINY + flags)
     parts = pretrain_gpt.build_model, pretrain_gpt.build_datasets
     providers = Providers(*parts, lambda context: recorder.around(pretrain_gpt.build_forward_step(context)))
     with recorder.installed():
         pretrain_config(config, providers, time.monotonic())
     (stage,) = stage_map(config.transformer).stages
-    work = stage_work(config, stage, 128)
-    assert shapes(work.products) == shapes(recorder.products)
-    own = work.forward_bytes + work.backward_bytes
-    counted = {"norms", "residuals", "activations", "permutation", "cross entropy"}
-    assert counted & recorder.moved.keys() and "norms" in recorder.moved
-    for kind in counted & recorder.moved.keys():
-        # Rows that arrive have one more row as a placeholder.
-        allowed = 0.03 if kind == "permutation" else 0.0
-        assert own[kind] == pytest.approx(recorder.moved[kind], rel=allowed), kind
-    assert 3.0 * (sum(n * p.flops for p, n in work.products.items()) + _attention(work)) == pytest.approx(
-        recorder.flops(),
-        rel=0.02,  # a query sees (length + 1) / 2 keys, and Megatron-LM counts length / 2
-    )
+    return recorder, stage_work(config, stage, 128)
+
+
+def test_an_indexer_selects_keys() -> None:
+    """Our kernels score all keys and attend to all that a query may see; the scores and pairs of the definition, which
+    are recorded, are fewer. An indexer without a loss has no backward."""
+    recorder, work = recorded_and_counted(f"{PLAIN_LLAMA}{LATENT}{DSA} 5")
+    assert _with_backward(work.products) == _with_backward(recorder.products)
+    frozen = {(each.inputs, each.outputs): count for each, count in work.products.items() if not any(each.backward)}
+    assert frozen == {(12, 24): 3, (32, 8): 3, (32, 3): 3}
+    assert work.backward_bytes["norms"] + work.forward_bytes["norms"] == recorder.moved["norms"]
+    assert work.selections == {Selection(32, 16, 3, 8): 3}
+    (call,), (scores,) = work.attention, recorder.others
+    ((recorded, count),) = recorder.attention.values()
+    assert call.selects and work.attention[call] == count == 3
+    row = 16 * 17 // 2, 5 * 6 // 2 + 11 * 5
+    assert recorded.flops == 2 * 2 * row[1] * 4 * (12 + 8)
+    assert recorder.others[scores] == 3 and scores.flops == 2 * 2 * row[0] * 3 * 8
+    (selection,) = work.selections
+    assert selection.flops == 2 * 32 * 16 * 3 * 8
+    assert recorder.moved["choice of keys"] == 3 * 2 * 4 * sum(row)
 
 
 @pytest.mark.parametrize("more", ["", EXPERTS])
@@ -164,11 +208,21 @@ def test_documents_that_are_kept_apart_have_fewer_pairs() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [("--optimizer muon --tensor-model-parallel-size 2", "--optimizer muon: the time of its products")],
+    [
+        (f"{LLAMA} --optimizer muon --tensor-model-parallel-size 2", "--optimizer muon: the time of its products"),
+        (
+            f"{PLAIN_LLAMA}{LATENT}{DSA} 5 --context-parallel-size 2",
+            "--context-parallel-size 2: the time of sparse attention",
+        ),
+        (
+            f"{PLAIN_LLAMA}{LATENT}{DSA} 5 --tensor-model-parallel-size 2 --dsa-indexer-loss-coeff 0.1",
+            "--dsa-indexer-loss-coeff 0.1: the time of the indexer's loss",
+        ),
+    ],
 )
 def test_unknown_work_is_refused(flags: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_is_known(configured(f"{TINY} {LLAMA} {flags}", ranks=2))
+        check_is_known(configured(f"{TINY} {flags}", ranks=2))
 
 
 def test_products_know_their_type() -> None:

@@ -23,8 +23,8 @@ ROWS = json.loads((ROOT / "benchmarks/results/h200.json").read_text())
 PAGE = (ROOT / "docs/decisions/step-time.md").read_text("utf-8")
 REMOVED = ("--moe-local-token-overlap", "--moe-flex-transport", "--moe-dispatcher-transport")
 """Flags of rows whose way has been removed; a faster or slower way took its place."""
-REFUSED = ("DSA", "ATTENTION1B_EXACT")
-"""Cells of sparse attention and of exact sums, whose time is not predicted."""
+REFUSED = ("ATTENTION1B_EXACT",)
+"""Cells of exact sums, whose time is not predicted."""
 PLAIN = (
     "--tokenizer-type NullTokenizer --mock-data --lr 1e-4 --bf16 --attention-dropout 0 --hidden-dropout 0 "
     "--train-iters 1000 "
@@ -93,6 +93,12 @@ def test_emulated_formats_are_not_predicted(low: str) -> None:
     flags = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512"
     with pytest.raises(UserError, match=r"is not predicted: it is emulated, and refused by GPUs before Blackwell"):
         predicted(f"{flags} --vocab-size 1000 --micro-batch-size 1 {low}", 1)
+
+
+def test_the_time_of_an_indexers_loss_is_not_predicted() -> None:
+    row = next(row for row in ROWS if row["cell"] == "DSA")
+    with pytest.raises(UserError, match=r"--dsa-indexer-loss-coeff 0.01: the time of .* is not predicted"):
+        predicted(f"{row['flags']} --dsa-indexer-loss-coeff 0.01", 1)
 
 
 def document_of_a_token(mean: float, row: int) -> float:
