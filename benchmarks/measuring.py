@@ -56,6 +56,18 @@ def seconds(run: Callable[[], object], repeats: int, device: torch.device) -> fl
     return statistics.median(elapsed(run, device, ahead=True) for _ in range(repeats))
 
 
+def replayed(call: Callable[[], object]) -> Callable[[], object]:
+    """Returns the replay of a CUDA graph of the call, which leaves out the time of the host."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        call()  # compiles and tunes kernels, which a graph cannot
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def ceilings(device: torch.device, dtype: torch.dtype, size: int) -> tuple[float, float]:
     """Returns the FLOP/s of a large product, and the bytes per second (read and written) of a copy."""
     a = torch.randn(size, size, device=device, dtype=dtype)
