@@ -26,8 +26,6 @@ from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.normed_rope_triton import normed_rope_triton
 from megatron.core.ops.rope import Rotation, apply_rope
 from megatron.core.ops.rope_triton import apply_rope_triton
-from megatron.core.ops.split_columns import split_columns
-from megatron.core.ops.split_columns_triton import split_columns_triton
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
 from megatron.core.optimizer import update_rules
 from megatron.core.optimizer.adam_triton import adam_triton
@@ -197,28 +195,6 @@ def normed_positions() -> None:
         found.append((output.detach(), leaf.grad, weight.grad))
     for ours, exact in zip(*reversed(found), strict=True):
         agree(ours, exact, 4.0, "normed rope of many heads")
-
-
-def columns() -> None:
-    """Checks gradients of parts of columns with any strides, and of an unused one; a last program with few rows."""
-    for widths, groups, dtype in (
-        ((40, 16, 2, 2), 3, torch.bfloat16),
-        ((700, 33, 1, 5), 1, torch.float32),
-        ((24, 40, 3), 3, torch.bfloat16),
-        ((4, 5), 1, torch.float32),
-    ):
-        found = []
-        for function in (split_columns, split_columns_triton):
-            leaf = values(5, 3, groups, sum(widths), dtype=dtype).requires_grad_()
-            one, two, *others = function(leaf, widths)
-            assert one.data_ptr() == leaf.data_ptr() and [part.shape[-1] for part in others] == list(widths[2:])
-            turned = values(3, widths[1], 5, groups, dtype=dtype).permute(2, 0, 3, 1)
-            total = (one * values(*one.shape, dtype=dtype, seed=1)).sum() + (two * turned).sum()
-            total = total + sum(part.sum() * 2 for part in others[groups // 3 :])
-            total.backward()
-            found.append(leaf.grad)
-        assert found[0] is not None and torch.equal(*found), widths
-    assert len(split_columns_triton(values(2, 1, 1, 9), (1, 2, 3, 2, 1))) == 5
 
 
 def sums() -> None:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.causal_conv_triton import aligned
 from megatron.core.ops.gated_norm import gated_rms_norm
+from megatron.core.ops.split_columns import new_gradient_of
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 from megatron.core.ops.tiles import cdiv, common_alignment, next_power_of_2
 from megatron.core.utils.autograd_context import AutogradContext
@@ -65,7 +66,7 @@ def _gated_norm_backward_kernel(  # type: ignore[no-untyped-def]
     inputs_gradient, gate_gradient, weight_parts, gradient, inputs, gate, weight,
     rows, batch, groups, per_group, width, epsilon,
     gradient_s, gradient_b, gradient_g, gradient_r, inputs_s, inputs_b, inputs_g, inputs_r,
-    gate_s, gate_b, gate_g, gate_r, weight_g,
+    gate_s, gate_b, gate_g, gate_r, target_s, target_b, target_g, target_r, weight_g,
     GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     group, column = tl.program_id(1), tl.arange(0, WIDTH)
@@ -93,9 +94,10 @@ def _gated_norm_backward_kernel(  # type: ignore[no-untyped-def]
         dn = (dn - normed * (tl.sum(dn * normed, 1) / width)[:, None]) * inverse
         dx, dz = dn * silu if GATE_FIRST else dn, dn * x * slope if GATE_FIRST else dy * normed * factor * slope
         at = ((row // per_group * groups + group) * per_group + row % per_group) * width
-        at = at[:, None] + column[None, :]
-        tl.store(inputs_gradient + at, dx.to(inputs_gradient.dtype.element_ty), mask=valid)
-        tl.store(gate_gradient + at, dz.to(gate_gradient.dtype.element_ty), mask=valid)
+        at = inputs_gradient + at[:, None] + column[None, :]
+        tl.store(at, dx.to(inputs_gradient.dtype.element_ty), mask=valid)
+        at = _at(gate_gradient, row, batch, per_group, group, target_s, target_b, target_g, target_r, ALIGNED)
+        tl.store(at[:, None] + column[None, :], dz.to(gate_gradient.dtype.element_ty), mask=valid)
     at = weight_parts + (tl.program_id(0) * groups + group) * width + column
     tl.store(at, tl.sum(weight_part, 0), mask=inside)
 
@@ -120,6 +122,7 @@ class _GatedNorm(torch.autograd.Function):
         ctx.save_for_backward(inputs, gate)
         # Keeps the parameter instead of a saved tensor; `ops.linear._Linear` says why.
         ctx.weight, ctx.epsilon, ctx.gate_first = weight, epsilon, gate_first
+        ctx.new_gradient = new_gradient_of(gate)
         output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         x, z, (rows, *sizes), tile = _as_rows(inputs), _as_rows(gate), _sizes(inputs), _tile(inputs.shape[-1])
         _gated_norm_kernel[(cdiv(rows, tile["ROWS"]), sizes[1])](
@@ -132,19 +135,18 @@ class _GatedNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs, gate), weight = ctx.saved_tensors, ctx.weight.detach().contiguous()
-        inputs_gradient, gate_gradient = (
-            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (inputs, gate)
-        )
-        x, z, dy = _as_rows(inputs), _as_rows(gate), _as_rows(output_gradient)
+        inputs_gradient = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+        gate_gradient = ctx.new_gradient()
+        x, z, dy, dz = _as_rows(inputs), _as_rows(gate), _as_rows(output_gradient), _as_rows(gate_gradient)
         (rows, *sizes), tile = _sizes(inputs), _tile(inputs.shape[-1])
         groups, width = sizes[1], inputs.shape[-1]
         most = cdiv(_PROGRAMS * num_multiprocessors(x.device), groups)
         programs = max(1, min(cdiv(rows, tile["ROWS"]), most))
         parts = torch.empty(programs, groups, width, dtype=torch.float32, device=x.device)
         _gated_norm_backward_kernel[(programs, groups)](
-            inputs_gradient, gate_gradient, parts, dy, x, z, weight, rows, *sizes, ctx.epsilon,
-            *dy.stride()[:4], *x.stride()[:4], *z.stride()[:4], _weight_stride(weight),
-            GATE_FIRST=ctx.gate_first, ALIGNED=_aligned(x, z, dy), **tile,
+            inputs_gradient, dz, parts, dy, x, z, weight, rows, *sizes, ctx.epsilon,
+            *dy.stride()[:4], *x.stride()[:4], *z.stride()[:4], *dz.stride()[:4], _weight_stride(weight),
+            GATE_FIRST=ctx.gate_first, ALIGNED=_aligned(x, z, dy, dz), **tile,
         )  # fmt: skip
         weight_gradient = None
         if ctx.needs_input_grad[2]:
@@ -165,8 +167,8 @@ def _sizes(inputs: Tensor) -> tuple[int, ...]:
     return length * batch * shared, batch, groups, shared, width
 
 
-def _aligned(*read: Tensor) -> int:
-    return common_alignment(*(tensor.stride(2) for tensor in read))
+def _aligned(*strided: Tensor) -> int:
+    return common_alignment(*(tensor.stride(2) for tensor in strided))
 
 
 def _weight_stride(weight: Tensor) -> int:

@@ -27,7 +27,6 @@ CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "ops/gated_norm_triton.py": (recurrent_kernels, ["gated_norms"]),
     "ops/norm_triton.py": (elementwise_kernels, ["norms", "norms_of_views", "norms_with_residual"]),
     "ops/normed_rope_triton.py": (elementwise_kernels, ["normed_positions"]),
-    "ops/split_columns_triton.py": (elementwise_kernels, ["columns"]),
     "ops/symmetric_product_triton.py": (muon_kernels, ["symmetric_products"]),
     "ops/sum_rows_triton.py": (elementwise_kernels, ["sums", "biases"]),
     "optimizer/adam_triton.py": (elementwise_kernels, ["updates", "stored_updates"]),
