@@ -22,8 +22,8 @@ from megatron.core.ops.moe.grouped_linear_triton import (
 )
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
 from megatron.core.ops.moe.permute_triton import ChoiceNumbersTriton, permute_triton, unpermute_triton
-from megatron.core.ops.moe.routing import RoutingRule, best, choose_experts
-from megatron.core.ops.moe.routing_triton import best_triton, choose_experts_triton
+from megatron.core.ops.moe.routing import RoutingRule, best, bfloat16_parts, choose_experts
+from megatron.core.ops.moe.routing_triton import best_triton, bfloat16_parts_triton, choose_experts_triton
 from megatron.core.ops.moe.weighted_activation_triton import keeps_only_arguments, weighted_activation_triton
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
@@ -177,6 +177,18 @@ def routers() -> None:
         assert torch.equal(own_experts, experts) and torch.equal(own_numbers, numbers), fields
         for ours, expected in zip(own, exact, strict=True):
             agree(ours, expected, 10.0, fields)
+
+
+def parts_of_numbers() -> None:
+    """Checks that parts hold all bits of float32, also of a view and of none."""
+    for numbers in (values(37, 70) * 1e-3, values(9, 5, seed=1).t(), values(0, 4)):
+        parts = bfloat16_parts_triton(numbers)
+        assert parts.dtype is torch.bfloat16 and parts.shape == (numbers.shape[0], 3 * numbers.shape[1])
+        if numbers.numel():
+            sums = parts.double().view(numbers.shape[0], 3, -1).sum(1)
+            assert ((sums - numbers.double()).abs() <= 2.0**-23 * numbers.abs()).all()
+            if numbers.is_cuda:  # the interpreter truncates
+                assert torch.equal(parts, bfloat16_parts(numbers))
 
 
 def activations() -> None:

@@ -25,7 +25,7 @@ CHECKS = {
     "triton_agreement": "masks bias_dropout_residual losses merged_blocks largest_logits",
     "elementwise_kernels": "norms norms_of_views norms_with_residual positions normed_positions "
     "sums table_rows biases updates stored_updates",
-    "expert_kernels": "moves places choices weights_of_choices activations products "
+    "expert_kernels": "moves places choices weights_of_choices parts_of_numbers activations products "
     "specialized_products accumulations linears biases",
     "delta_rule_kernels": "packed long_rows",
     "muon_kernels": "symmetric_products matrices_of_several_shapes updates",

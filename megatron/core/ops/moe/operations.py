@@ -1,5 +1,6 @@
 """The operations of experts and their router, as a record."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
@@ -9,7 +10,7 @@ from torch import Tensor
 from megatron.core.ops.activation import weighted_activation
 from megatron.core.ops.moe.grouped_linear import grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
-from megatron.core.ops.moe.routing import best, choose_experts
+from megatron.core.ops.moe.routing import best, choose_experts, router_logits
 from megatron.core.ops.records import Ops, on_gpus, operation
 
 
@@ -19,6 +20,7 @@ class ExpertOps(Ops):
 
     grouped_linear: Callable[..., Tensor] = operation(grouped_linear, "experts")
     grouped_bias: Callable[..., Tensor] = operation(grouped_bias, "experts")
+    router_logits: Callable[..., Tensor] = operation(router_logits, "experts")
     best: Callable[[Tensor, int], Tensor] = operation(best, "experts")
     choose_experts: Callable[..., tuple[Tensor, Tensor]] = operation(choose_experts, "experts")
     number_choices: Callable[[Tensor, int], ChoiceNumbers] = operation(ChoiceNumbers, "experts")
@@ -43,5 +45,6 @@ class ExpertOps(Ops):
             grouped_linear=grouped_linear_triton.grouped_linear_cuda,
             grouped_bias=grouped_linear_triton.grouped_bias_cuda,
             number_choices=permute_triton.ChoiceNumbersTriton,
+            router_logits=functools.partial(router_logits, parts=routing_triton.bfloat16_parts_triton),
         )
         return record.with_noting("weighted_activation", "permute", "unpermute")

@@ -1,4 +1,4 @@
-"""Choice of experts on a GPU: the best scores of each token and their weights."""
+"""Routing on a GPU: the best scores of each token and their weights, and the parts of the logits' gradient."""
 
 import torch
 import triton
@@ -14,6 +14,8 @@ _SCORES = 2048
 """Scores that one program compares."""
 _MOST_EXPERTS = 2048
 """More scores of a token are sorted by torch."""
+_NUMBERS = 2048
+"""Numbers that one program splits into parts."""
 
 
 @triton.jit
@@ -136,3 +138,30 @@ def _best(scores: Tensor, count: int, factor: float | None) -> tuple[Tensor, Ten
             WIDE=wide, KEY=key, MAGNITUDE=2 ** (bits - 1) - 1, LOWEST=-(2 ** (bits - 1)), WEIGHS=factor is not None,
         )  # fmt: skip
     return experts, weights
+
+
+@triton.jit
+def _parts_kernel(  # type: ignore[no-untyped-def]
+    parts, numbers, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < width)
+    number = tl.load(numbers + row * width + column, mask=inside)
+    for part in tl.static_range(3):
+        rounded = number.to(tl.bfloat16)
+        tl.store(parts + (row * 3 + part) * width + column, rounded, mask=inside)
+        number -= rounded.to(tl.float32)
+
+
+def bfloat16_parts_triton(numbers: Tensor) -> Tensor:
+    """Computes `routing.bfloat16_parts` in one kernel."""
+    (rows, width), numbers = numbers.shape, numbers.contiguous()
+    parts = torch.empty(rows, 3 * width, dtype=torch.bfloat16, device=numbers.device)
+    if numbers.numel():
+        columns = min(_NUMBERS, next_power_of_2(width))
+        at_once = _NUMBERS // columns
+        _parts_kernel[(cdiv(rows, at_once), cdiv(width, columns))](
+            parts, numbers, rows, width, ROWS=at_once, COLUMNS=columns
+        )
+    return parts
