@@ -27,6 +27,7 @@ CHECKS = {
     "sums table_rows biases updates stored_updates",
     "expert_kernels": "moves places choices weights_of_choices parts_of_numbers activations products "
     "specialized_products accumulations linears biases",
+    "shared_kernels": "shared_outputs shared_inputs",
     "delta_rule_kernels": "packed long_rows",
     "muon_kernels": "symmetric_products matrices_of_several_shapes updates",
     "selected_keys": "scores masks",

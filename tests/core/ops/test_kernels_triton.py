@@ -10,6 +10,7 @@ from support import (
     muon_kernels,
     recurrent_kernels,
     selected_keys,
+    shared_kernels,
     triton_agreement,
 )
 
@@ -21,6 +22,7 @@ CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "ops/fp8/grouped_quantize_triton.py": (fp8_grouped_kernels, ["largest_values", "casts", "by_largest", "blocks"]),
     "ops/moe/permute_triton.py": (expert_kernels, ["moves", "places"]),
     "ops/moe/routing_triton.py": (expert_kernels, ["choices", "weights_of_choices", "routers", "parts_of_numbers"]),
+    "ops/moe/shared_triton.py": (shared_kernels, ["shared_outputs", "shared_inputs"]),
     "ops/moe/weighted_activation_triton.py": (expert_kernels, ["activations", "nan_inputs", "recomputed_activation"]),
     "ops/cross_entropy_triton.py": (triton_agreement, ["losses"]),
     "ops/embedding_triton.py": (elementwise_kernels, ["table_rows"]),

@@ -11,6 +11,7 @@ from megatron.core.ops.activation import weighted_activation
 from megatron.core.ops.moe.grouped_linear import grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
 from megatron.core.ops.moe.routing import best, choose_experts, router_logits
+from megatron.core.ops.moe.shared import ReadInput, add_shared, read_input
 from megatron.core.ops.records import Ops, on_gpus, operation
 
 
@@ -26,6 +27,8 @@ class ExpertOps(Ops):
     number_choices: Callable[[Tensor, int], ChoiceNumbers] = operation(ChoiceNumbers, "experts")
     permute: Callable[..., Tensor] = operation(permute, "experts")
     unpermute: Callable[..., Tensor] = operation(unpermute, "experts")
+    read_input: Callable[..., ReadInput] = operation(read_input, "experts")
+    add_shared: Callable[..., Tensor] = operation(add_shared, "experts")
     weighted_activation: Callable[..., Tensor] = operation(weighted_activation, "activations")
 
     @classmethod
@@ -35,10 +38,11 @@ class ExpertOps(Ops):
             grouped_linear_triton,
             permute_triton,
             routing_triton,
+            shared_triton,
             weighted_activation_triton,
         )
 
-        modules = permute_triton, routing_triton, weighted_activation_triton
+        modules = permute_triton, routing_triton, shared_triton, weighted_activation_triton
         record = on_gpus(
             cls(),
             *modules,
