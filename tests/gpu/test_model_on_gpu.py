@@ -47,7 +47,7 @@ def test_triton_kernels_equal_their_definitions() -> None:
     "check",
     [
         *("sums", "norms", "norms_of_views", "norms_with_residual", "positions", "biases"),
-        "normed_positions",
+        *("normed_positions", "heads_of_a_projection", "gated_outputs"),
         *("table_rows", "updates", "stored_updates"),
     ],
 )

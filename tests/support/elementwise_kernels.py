@@ -3,6 +3,7 @@ weight updates. Runs in Triton's interpreter or on a GPU."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, weighted_activation
+from megatron.core.ops.attention.output_gate import gate_output
+from megatron.core.ops.attention.output_gate_triton import gate_output_triton
 from megatron.core.ops.dropout.dropout import bias_dropout_add
 from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton
 from megatron.core.ops.embedding import accumulate_rows
@@ -26,6 +29,7 @@ from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.normed_rope_triton import normed_rope_triton
 from megatron.core.ops.rope import Rotation, apply_rope
 from megatron.core.ops.rope_triton import apply_rope_triton
+from megatron.core.ops.split_columns import split_columns
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
 from megatron.core.optimizer import update_rules
 from megatron.core.optimizer.adam_triton import adam_triton
@@ -195,6 +199,54 @@ def normed_positions() -> None:
         found.append((output.detach(), leaf.grad, weight.grad))
     for ours, exact in zip(*reversed(found), strict=True):
         agree(ours, exact, 4.0, "normed rope of many heads")
+
+
+def heads_of_a_projection() -> None:
+    """Checks rotations and the gate of attention's output on parts of one projection: their kernels write into the
+    packed gradient. Several blocks of columns; one group of heads, and several."""
+    for groups, per_group, width, dtype in (
+        (2, 2, 16, torch.float32),
+        (1, 3, 700, torch.float32),
+        (3, 1, 6, torch.bfloat16),
+    ):
+        queries = per_group * width
+        packed, weight = values(3, 2, groups, 2 * queries + 2 * width, dtype=dtype), values(width, dtype=dtype, seed=1)
+        angle = values(3, 1, 1, width // 2, seed=2)
+        rotation, written = Rotation(angle.cos(), angle.sin()), {}
+
+        def apply(rope: Any, normed: Any, gated: Any) -> Callable[..., Tensor]:
+            def of_parts(packed: Tensor, weight: Tensor) -> Tensor:
+                parts = split_columns(packed, (queries, queries, width, width))  # noqa: B023
+                for name, part in zip(("query", "gate", "key", "value"), parts, strict=True):
+                    part.register_hook(lambda gradient, name=name: written.update({name: gradient.stride()[1]}))  # noqa: B023
+                query, gate, key, value = parts
+                query = rope(query.unflatten(-1, (per_group, width)), rotation)  # noqa: B023
+                key = normed(key, weight, 1e-3, False, rotation)  # noqa: B023
+                context = gated(query.flatten(2) * value.mean(), gate)
+                return torch.cat((context, key.flatten(2)), -1)
+
+            return of_parts
+
+        plain, kernels = (
+            (apply_rope, normed_rope, gate_output),
+            (apply_rope_triton, normed_rope_triton, gate_output_triton),
+        )
+        compare(apply(*plain), apply(*kernels), [packed, weight], ("projection", groups, width), dtype)
+        assert written["query"] == written["gate"] == written["key"] == packed.stride(1) != written["value"]
+
+
+def gated_outputs() -> None:
+    """Checks the gate of attention's output with strided gradients, outputs and gates."""
+    for shape, dtype in (((5, 2, 3, 70), torch.float32), ((3, 1, 2, 2100), torch.bfloat16)):
+        s, b, g, c = shape
+        context, gate = values(s, b, g * c + 1, dtype=dtype), values(s, b, g, c + 3, dtype=dtype, seed=1)
+        compare(
+            lambda context, gate: gate_output(context[..., 1:], gate[..., 1:-2]).flip(0),
+            lambda context, gate: gate_output_triton(context[..., 1:], gate[..., 1:-2]).flip(0),
+            [context, gate],
+            ("gated outputs", shape),
+            dtype,
+        )
 
 
 def sums() -> None:

@@ -93,14 +93,14 @@ def projections() -> None:
         packed = values(7, 2, 2, 24 + heads * width + 3, dtype=dtype)
         weight, taps = values(width, dtype=dtype, seed=1), values(48, 4, dtype=dtype, seed=2)
         inputs = values(7, 2, 2, heads, width, dtype=dtype, seed=3)
-        written: dict[str, tuple[int, ...]] = {}
-        """The strides of the gradients of parts."""
+        written: dict[str, int] = {}
+        """The strides of rows of the gradients of parts."""
 
         def apply(conv: Callable[..., Tensor], norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
             def of_parts(packed: Tensor, weight: Tensor, filters: Tensor) -> Tensor:
                 parts = split_columns(packed, (24, heads * width, 3))  # noqa: B023
                 for name, part in zip(("mixed", "gate", "step"), parts, strict=True):
-                    part.register_hook(lambda gradient, name=name: written.update({name: gradient.stride()}))  # noqa: B023
+                    part.register_hook(lambda gradient, name=name: written.update({name: gradient.stride()[1]}))  # noqa: B023
                 mixed, gate, step = parts
                 gate = gate.unflatten(-1, (heads, width))  # noqa: B023
                 normed = norm(inputs.to(gate.dtype), gate, weight, 1e-3, False).flatten(3)  # noqa: B023
@@ -111,7 +111,7 @@ def projections() -> None:
 
         functions = apply(causal_conv, gated_rms_norm), apply(causal_conv_triton, gated_rms_norm_triton)
         compare(*functions, [packed, weight, taps], ("projection", heads, width), dtype)
-        assert written["mixed"] == written["gate"] == packed.stride() != written["step"]
+        assert written["mixed"] == written["gate"] == packed.stride(1) != written["step"]
 
 
 def scan_arguments(

@@ -85,6 +85,12 @@ class _SplitColumns(torch.autograd.Function):
         for part, gradient in zip(packed.split(list(ctx.widths), -1), gradients, strict=True):
             if gradient is None:
                 part.zero_()
-            elif not (gradient.data_ptr() == part.data_ptr() and gradient.stride() == part.stride()):
+            elif not _is_at(gradient, part):
                 part.copy_(gradient)
         return packed, None
+
+
+def _is_at(gradient: Tensor, part: Tensor) -> bool:
+    """Whether a gradient is the part of the packed gradient. The strides of dimensions of size 1 do not count."""
+    strides = zip(part.shape, part.stride(), gradient.stride(), strict=True)
+    return gradient.data_ptr() == part.data_ptr() and all(size == 1 or own == other for size, own, other in strides)

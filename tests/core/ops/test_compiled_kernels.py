@@ -24,7 +24,7 @@ ATTENTION = (
 CHECKS = {
     "triton_agreement": "masks bias_dropout_residual losses merged_blocks largest_logits",
     "elementwise_kernels": "norms norms_of_views norms_with_residual positions normed_positions "
-    "sums table_rows biases updates stored_updates",
+    "heads_of_a_projection gated_outputs sums table_rows biases updates stored_updates",
     "expert_kernels": "moves places choices weights_of_choices parts_of_numbers activations products "
     "specialized_products accumulations linears biases",
     "shared_kernels": "shared_outputs shared_inputs",

@@ -17,6 +17,7 @@ from support import (
 CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "ops/attention/indexer_triton.py": (selected_keys, ["scores"]),
     "ops/attention/masked_triton.py": (selected_keys, ["masks"]),
+    "ops/attention/output_gate_triton.py": (elementwise_kernels, ["gated_outputs", "heads_of_a_projection"]),
     "ops/attention/merge_triton.py": (triton_agreement, ["merged_blocks"]),
     "ops/dropout/dropout_triton.py": (triton_agreement, ["masks", "bias_dropout_residual"]),
     "ops/fp8/grouped_quantize_triton.py": (fp8_grouped_kernels, ["largest_values", "casts", "by_largest", "blocks"]),

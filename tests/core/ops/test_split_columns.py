@@ -54,9 +54,10 @@ def test_parts_are_views_and_gradients_come_together() -> None:
     assert packed.grad is not None and torch.equal(packed.grad, expected)
 
 
-def test_what_is_written_in_place_is_not_copied(copies: Copies) -> None:
-    packed = packed_tensor()
-    one, two, three = split_columns(packed * 1.0, (3, 2, 1))
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_is_written_in_place_is_not_copied(copies: Copies, groups: int) -> None:
+    packed = packed_tensor()[:, :, :groups].detach().requires_grad_()
+    one, two, three = split_columns(torch.mul(packed, 1.0).contiguous(), (3, 2, 1))
     weights = torch.arange(1.0, 5.0, dtype=torch.float64)
     parts = Doubled.apply(one), Doubled.apply(two.unflatten(-1, (2, 1))).flatten(3) * weights[1:3], three * weights[3]
     torch.cat(parts, -1).sum().backward()
