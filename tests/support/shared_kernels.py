@@ -1,6 +1,7 @@
 """Compares kernels beside shared experts with their definitions in float64, in Triton's interpreter or on a GPU."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from support.elementwise_kernels import compare, values
@@ -11,20 +12,25 @@ from megatron.core.ops.moe.shared_triton import add_shared_triton, read_input_tr
 
 
 def shared_outputs() -> None:
-    """Checks the gated sum: rows that do not fill a program, wide and narrow ones, strided logits, and sums without a
-    gate."""
+    """Checks the sum with and without gate and residual: rows that do not fill a program, wide and narrow ones, strided
+    logits."""
     f32, bf16 = torch.float32, torch.bfloat16
     for rows, width, dtype in ((5, 3000, bf16), (67, 40, f32), (9, 64, bf16)):
-        leaves = [values(rows, width, dtype=dtype, seed=seed) for seed in (0, 1)]
-        logits = values(rows, 3, dtype=dtype, seed=2)
-        compare(
-            lambda routed, shared, packed: add_shared(routed, shared, packed[:, 1:2]),
-            lambda routed, shared, packed: add_shared_triton(routed, shared, packed[:, 1:2]),
-            [*leaves, logits],
-            ("shared outputs", rows, width),
-            dtype,
-        )
-        compare(add_shared, add_shared_triton, leaves, ("no gate", rows, width), dtype)
+        tensors = [values(rows, width, dtype=dtype, seed=seed) for seed in (0, 1, 2)]
+        logits = values(rows, 3, dtype=dtype, seed=3)
+        for gated, added_to in ((True, True), (True, False), (False, True), (False, False)):
+            leaves = [*tensors[:2], logits if gated else None, tensors[2] if added_to else None]
+            definition, kernel = (
+                partial(_with_packed_logits, add_shared),
+                partial(_with_packed_logits, add_shared_triton),
+            )
+            compare(definition, kernel, leaves, ("shared outputs", width, gated, added_to), dtype)
+
+
+def _with_packed_logits(
+    add: Callable[..., Tensor], routed: Tensor, shared: Tensor, logits: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    return add(routed, shared, None if logits is None else logits[:, 1:2], residual)
 
 
 def shared_inputs() -> None:

@@ -12,10 +12,13 @@ from megatron.core.ops.linear import add_weight_gradient, product
 from megatron.core.utils.autograd_context import AutogradContext
 
 
-def add_shared(routed: Tensor, shared: Tensor, gate_logits: Tensor | None = None) -> Tensor:
-    """Returns routed + shared sigmoid(gate_logits), or routed + shared without a gate, for outputs [t, h] and logits
-    [t, 1]."""
-    return routed + (shared if gate_logits is None else shared * torch.sigmoid(gate_logits))
+def add_shared(
+    routed: Tensor, shared: Tensor, gate_logits: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """Returns residual + routed + shared sigmoid(gate_logits), all [t, h] with logits [t, 1]. None: no residual, or no
+    gate."""
+    output = routed + (shared if gate_logits is None else shared * torch.sigmoid(gate_logits))
+    return output if residual is None else residual + output
 
 
 @dataclass(frozen=True)

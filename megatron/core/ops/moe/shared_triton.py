@@ -18,15 +18,19 @@ _WIDEST = 16384
 
 @triton.jit
 def _add_shared_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    output, routed, shared, logits, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    output, routed, shared, logits, residual, rows, width,
+    HAS_GATE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     valid = (row < rows)[:, None] & (column < width)
     at = row[:, None] * width + column
-    gate = tl.sigmoid(tl.load(logits + row, mask=row < rows, other=0.0).to(tl.float32))
-    value = tl.load(routed + at, mask=valid).to(tl.float32)
-    value += tl.load(shared + at, mask=valid).to(tl.float32) * gate[:, None]
+    value = tl.load(shared + at, mask=valid).to(tl.float32)
+    if HAS_GATE:
+        value *= tl.sigmoid(tl.load(logits + row, mask=row < rows, other=0.0).to(tl.float32))[:, None]
+    value += tl.load(routed + at, mask=valid).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + at, mask=valid).to(tl.float32)
     tl.store(output + at, value.to(output.dtype.element_ty), mask=valid)
 
 
@@ -46,35 +50,45 @@ def _add_shared_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(logits_gradient + row, of_logit.to(logits_gradient.dtype.element_ty), mask=row < rows)
 
 
-def add_shared_triton(routed: Tensor, shared: Tensor, gate_logits: Tensor | None = None) -> Tensor:
-    """Computes `shared.add_shared` with one rounding. Sums without a gate, float64, tensors of several types, and rows
+def add_shared_triton(
+    routed: Tensor, shared: Tensor, gate_logits: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """Computes `shared.add_shared` with one rounding. Sums of two tensors, float64, tensors of several types, and rows
     of more than 16,384 channels use the reference."""
-    plain = gate_logits is None or routed.dtype is torch.float64 or routed.dtype is not shared.dtype
-    if plain or routed.shape[1] > _WIDEST or not routed.numel():
-        return add_shared(routed, shared, gate_logits)
-    return _AddShared.apply(routed, shared, gate_logits)
+    types = {tensor.dtype for tensor in (routed, shared, residual) if tensor is not None}
+    takes = len(types) == 1 and torch.float64 not in types and routed.shape[1] <= _WIDEST and routed.numel() > 0
+    if not takes or (gate_logits is None and residual is None):
+        return add_shared(routed, shared, gate_logits, residual)
+    return _AddShared.apply(routed, shared, gate_logits, residual)
 
 
 class _AddShared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: AutogradContext, routed: Tensor, shared: Tensor, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(shared, logits)
+    def forward(
+        ctx: AutogradContext, routed: Tensor, shared: Tensor, logits: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        ctx.has_gate, ctx.has_residual = logits is not None, residual is not None
+        if logits is not None:
+            ctx.save_for_backward(shared, logits)
         output, (grid, tile) = torch.empty(routed.shape, dtype=routed.dtype, device=routed.device), _tiles(routed)
+        read = [None if tensor is None else tensor.contiguous() for tensor in (routed, shared, logits, residual)]
         _add_shared_kernel[grid](
-            output, routed.contiguous(), shared.contiguous(), logits.contiguous(), *routed.shape, **tile
+            output, *read, *routed.shape, HAS_GATE=ctx.has_gate, HAS_RESIDUAL=ctx.has_residual, **tile
         )
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shared, logits = (tensor.contiguous() for tensor in ctx.saved_tensors)
-        shared_gradient, logits_gradient = torch.empty_like(shared), torch.empty_like(logits)
-        grid, tile = _tiles(shared)
-        _add_shared_backward_kernel[grid](
-            shared_gradient, logits_gradient, gradient.contiguous(), shared, logits, *shared.shape, **tile
-        )
-        return gradient, shared_gradient, logits_gradient
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        shared_gradient, logits_gradient = gradient, None
+        if ctx.has_gate:
+            shared, logits = (tensor.contiguous() for tensor in ctx.saved_tensors)
+            shared_gradient, logits_gradient = torch.empty_like(shared), torch.empty_like(logits)
+            grid, tile = _tiles(shared)
+            _add_shared_backward_kernel[grid](
+                shared_gradient, logits_gradient, gradient.contiguous(), shared, logits, *shared.shape, **tile
+            )
+        return gradient, shared_gradient, logits_gradient, gradient if ctx.has_residual else None
 
 
 def _tiles(outputs: Tensor) -> tuple[tuple[int], dict[str, int]]:

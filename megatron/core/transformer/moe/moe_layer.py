@@ -106,8 +106,11 @@ class MoELayer(MegatronModule):
         """Sets the layer's number, counted over the whole model from 1."""
         self.router.set_layer_number(layer_number)
 
-    def forward(self, hidden_states: Tensor, inputs: LayerInputs | None = None) -> tuple[Tensor, None]:
-        """Returns (output, None) for this rank's tokens, [t, h] or [s, b, h]; the output has the same shape.
+    def forward(
+        self, hidden_states: Tensor, inputs: LayerInputs | None = None, residual: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Returns (output, None) for this rank's tokens, [t, h] or [s, b, h]; the output has the same shape. With a
+        `residual` of this shape it returns their sum.
 
         Without `inputs` the tokens are whole rows of [s, b, h], and auxiliary losses have the scale 1.
         """
@@ -127,7 +130,8 @@ class MoELayer(MegatronModule):
         if self.fc2_latent_proj is not None:
             latent_output, bias = self.fc2_latent_proj(output)
             output = latent_output if bias is None else latent_output + bias
-        return shared.added_to(output, read.gate_logits).view(hidden_states.shape), None
+        residual = None if residual is None else residual.view(hidden.shape)
+        return shared.added_to(output, read.gate_logits, residual).view(hidden_states.shape), None
 
     def _results_of(self, exchange: DispatchCombine) -> Tensor:
         """Runs the experts. The rows are freed before the results are sent."""
@@ -175,13 +179,13 @@ class _Shared:
             assert self.output is not None
             self.output = self.halves.second_half(self.output)
 
-    def added_to(self, output: Tensor, gate_logits: Tensor | None) -> Tensor:
+    def added_to(self, output: Tensor, gate_logits: Tensor | None, residual: Tensor | None) -> Tensor:
         if self.experts is None:
-            return output
+            return output if residual is None else residual + output
         if not self.overlaps:
             halves = self.halves
             self.output = self._whole() if halves is None else halves.second_half(halves.first_half(self.hidden))
-        return self.ops.add_shared(output, self.output, gate_logits)
+        return self.ops.add_shared(output, self.output, gate_logits, residual)
 
     def _whole(self) -> Tensor:
         assert self.experts is not None

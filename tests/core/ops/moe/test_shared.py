@@ -14,7 +14,9 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 def test_a_gate_multiplies_the_shared_output_alone() -> None:
     routed, shared, logits = numbers(5, 4), numbers(5, 4, seed=1), numbers(5, 1, seed=2)
     assert torch.equal(add_shared(routed, shared), routed + shared)
-    torch.testing.assert_close(add_shared(routed, shared, logits), routed + shared / (1.0 + torch.exp(-logits)))
+    gated = routed + shared / (1.0 + torch.exp(-logits))
+    torch.testing.assert_close(add_shared(routed, shared, logits), gated)
+    torch.testing.assert_close(add_shared(routed, shared, logits, 2.0 * routed), gated + 2.0 * routed)
 
 
 @pytest.mark.parametrize("gated", [False, True])
