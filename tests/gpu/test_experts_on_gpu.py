@@ -37,7 +37,7 @@ def exact_float32() -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        *("places", "choices", "weights_of_choices", "routers", "parts_of_numbers"),
+        *("places", "choices", "weights_of_choices", "counted_choices", "routers", "parts_of_numbers"),
         *("moves", "activations", "products", "accumulations", "linears", "biases"),
     ],
 )

@@ -25,7 +25,7 @@ CHECKS = {
     "triton_agreement": "masks bias_dropout_residual losses merged_blocks largest_logits",
     "elementwise_kernels": "norms norms_of_views norms_with_residual positions normed_positions "
     "heads_of_a_projection gated_outputs sums table_rows biases updates stored_updates",
-    "expert_kernels": "moves places choices weights_of_choices parts_of_numbers activations products "
+    "expert_kernels": "moves places choices weights_of_choices counted_choices parts_of_numbers activations products "
     "specialized_products accumulations linears biases",
     "shared_kernels": "shared_outputs shared_inputs",
     "delta_rule_kernels": "packed long_rows",

@@ -22,7 +22,10 @@ CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "ops/dropout/dropout_triton.py": (triton_agreement, ["masks", "bias_dropout_residual"]),
     "ops/fp8/grouped_quantize_triton.py": (fp8_grouped_kernels, ["largest_values", "casts", "by_largest", "blocks"]),
     "ops/moe/permute_triton.py": (expert_kernels, ["moves", "places"]),
-    "ops/moe/routing_triton.py": (expert_kernels, ["choices", "weights_of_choices", "routers", "parts_of_numbers"]),
+    "ops/moe/routing_triton.py": (
+        expert_kernels,
+        ["choices", "weights_of_choices", "counted_choices", "routers", "parts_of_numbers"],
+    ),
     "ops/moe/shared_triton.py": (shared_kernels, ["shared_outputs", "shared_inputs"]),
     "ops/moe/weighted_activation_triton.py": (expert_kernels, ["activations", "nan_inputs", "recomputed_activation"]),
     "ops/cross_entropy_triton.py": (triton_agreement, ["losses"]),

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.core.ops.activation import weighted_activation
 from megatron.core.ops.moe.grouped_linear import grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
-from megatron.core.ops.moe.routing import best, choose_experts, router_logits
+from megatron.core.ops.moe.routing import Choice, best, choose_and_count, choose_experts, router_logits
 from megatron.core.ops.moe.shared import ReadInput, add_shared, read_input
 from megatron.core.ops.records import Ops, on_gpus, operation
 
@@ -24,6 +24,7 @@ class ExpertOps(Ops):
     router_logits: Callable[..., Tensor] = operation(router_logits, "experts")
     best: Callable[[Tensor, int], Tensor] = operation(best, "experts")
     choose_experts: Callable[..., tuple[Tensor, Tensor]] = operation(choose_experts, "experts")
+    choose_and_count: Callable[..., Choice] = operation(choose_and_count, "experts")
     number_choices: Callable[[Tensor, int], ChoiceNumbers] = operation(ChoiceNumbers, "experts")
     permute: Callable[..., Tensor] = operation(permute, "experts")
     unpermute: Callable[..., Tensor] = operation(unpermute, "experts")

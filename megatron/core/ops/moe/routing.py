@@ -182,6 +182,30 @@ def choose_experts(
     return experts, weights
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The experts of tokens, and what load-balancing losses need to know of the choice."""
+
+    experts: Tensor
+    """int64 [t, k], best first."""
+    weights: Tensor
+    """[t, k], float32 at least."""
+    score_sums: Tensor | None = None
+    """`balance_sums` of the logits, [experts]; None: not computed."""
+    counts: Tensor | None = None
+    """`count_experts` of the choice, int64 [experts]; None: not computed."""
+
+
+def choose_and_count(
+    logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, real: Tensor | None = None
+) -> Choice:
+    """Returns `choose_experts` with the sums and counts of load-balancing losses. `real`, bool [t], tells which tokens
+    are summed and counted; None: all. Gradients reach the logits through weights and sums."""
+    experts, weights = choose_experts(logits, rule, bias)
+    counts = count_experts(experts, logits.shape[1], real)
+    return Choice(experts, weights, balance_sums(logits, rule.score_function, real), counts)
+
+
 def best(scores: Tensor, count: int) -> Tensor:
     """Returns the indices (int64 [t, count]) of the largest scores, in descending order; among equals the first."""
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
