@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import expert_kernels
+from support import expert_kernels, shared_kernels
 from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
@@ -37,12 +37,17 @@ def exact_float32() -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        *("places", "choices", "weights_of_choices", "routers"),
+        *("places", "choices", "weights_of_choices", "counted_choices", "routers", "parts_of_numbers"),
         *("moves", "activations", "products", "accumulations", "linears", "biases"),
     ],
 )
 def test_kernels_equal_their_definitions(check: str) -> None:
     getattr(expert_kernels, check)()
+
+
+@pytest.mark.parametrize("check", ["shared_outputs", "shared_inputs"])
+def test_kernels_beside_shared_experts_equal_their_definitions(check: str) -> None:
+    getattr(shared_kernels, check)()
 
 
 @pytest.fixture

@@ -47,15 +47,15 @@ def test_triton_kernels_equal_their_definitions() -> None:
     "check",
     [
         *("sums", "norms", "norms_of_views", "norms_with_residual", "positions", "biases"),
-        "normed_positions",
-        *("columns", "table_rows", "updates", "stored_updates"),
+        *("normed_positions", "heads_of_a_projection", "gated_outputs"),
+        *("table_rows", "updates", "stored_updates"),
     ],
 )
 def test_elementwise_kernels_equal_their_definitions(check: str) -> None:
     getattr(elementwise_kernels, check)()
 
 
-@pytest.mark.parametrize("check", ["convolutions", "gated_norms", "scans", "rounded_scans"])
+@pytest.mark.parametrize("check", ["convolutions", "gated_norms", "projections", "scans", "rounded_scans"])
 def test_kernels_of_recurrent_layers_equal_their_definitions(check: str) -> None:
     getattr(recurrent_kernels, check)()
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.ops.moe.routing import router_logits
+from megatron.core.ops.moe.routing import bfloat16_parts, router_logits
+from megatron.core.ops.moe.routing_triton import bfloat16_parts_triton
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.moe.router import TopKRouter
@@ -68,7 +69,8 @@ def test_it_routes_as_a_cpu_does_and_waits_for_nothing(kind: str) -> None:
         assert torch.equal(found.kept.cpu(), expected.kept) and not expected.kept.all()
 
 
-def test_float32_products_of_bfloat16_numbers_are_exact_on_tensor_cores() -> None:
+@pytest.mark.parametrize("parts", [bfloat16_parts, bfloat16_parts_triton])
+def test_float32_products_of_bfloat16_numbers_are_exact_on_tensor_cores(parts: Any) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     hidden, weight = (torch.randn(rows, 512, device="cuda", generator=generator).bfloat16() for rows in (700, 96))
     upstream = torch.randn(700, 96, device="cuda", generator=generator)
@@ -81,7 +83,7 @@ def test_float32_products_of_bfloat16_numbers_are_exact_on_tensor_cores() -> Non
             accumulate(totals, left, right)
 
     parameter.main_grad_accumulator = Total()  # type: ignore[attr-defined]
-    logits = router_logits(hidden, parameter, None, torch.float32)
+    logits = router_logits(hidden, parameter, None, torch.float32, parts)
     logits.backward(upstream)
     assert hidden.grad is not None
     exact = hidden.double(), weight.double(), upstream.double()

@@ -3,6 +3,7 @@ weight updates. Runs in Triton's interpreter or on a GPU."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, weighted_activation
+from megatron.core.ops.attention.output_gate import gate_output
+from megatron.core.ops.attention.output_gate_triton import gate_output_triton
 from megatron.core.ops.dropout.dropout import bias_dropout_add
 from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton
 from megatron.core.ops.embedding import accumulate_rows
@@ -27,7 +30,6 @@ from megatron.core.ops.normed_rope_triton import normed_rope_triton
 from megatron.core.ops.rope import Rotation, apply_rope
 from megatron.core.ops.rope_triton import apply_rope_triton
 from megatron.core.ops.split_columns import split_columns
-from megatron.core.ops.split_columns_triton import split_columns_triton
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
 from megatron.core.optimizer import update_rules
 from megatron.core.optimizer.adam_triton import adam_triton
@@ -199,26 +201,52 @@ def normed_positions() -> None:
         agree(ours, exact, 4.0, "normed rope of many heads")
 
 
-def columns() -> None:
-    """Checks gradients of parts of columns with any strides, and of an unused one; a last program with few rows."""
-    for widths, groups, dtype in (
-        ((40, 16, 2, 2), 3, torch.bfloat16),
-        ((700, 33, 1, 5), 1, torch.float32),
-        ((24, 40, 3), 3, torch.bfloat16),
-        ((4, 5), 1, torch.float32),
+def heads_of_a_projection() -> None:
+    """Checks rotations and the gate of attention's output on parts of one projection: their kernels write into the
+    packed gradient. Several blocks of columns; one group of heads, and several."""
+    for groups, per_group, width, dtype in (
+        (2, 2, 16, torch.float32),
+        (1, 3, 700, torch.float32),
+        (3, 1, 6, torch.bfloat16),
     ):
-        found = []
-        for function in (split_columns, split_columns_triton):
-            leaf = values(5, 3, groups, sum(widths), dtype=dtype).requires_grad_()
-            one, two, *others = function(leaf, widths)
-            assert one.data_ptr() == leaf.data_ptr() and [part.shape[-1] for part in others] == list(widths[2:])
-            turned = values(3, widths[1], 5, groups, dtype=dtype).permute(2, 0, 3, 1)
-            total = (one * values(*one.shape, dtype=dtype, seed=1)).sum() + (two * turned).sum()
-            total = total + sum(part.sum() * 2 for part in others[groups // 3 :])
-            total.backward()
-            found.append(leaf.grad)
-        assert found[0] is not None and torch.equal(*found), widths
-    assert len(split_columns_triton(values(2, 1, 1, 9), (1, 2, 3, 2, 1))) == 5
+        queries = per_group * width
+        packed, weight = values(3, 2, groups, 2 * queries + 2 * width, dtype=dtype), values(width, dtype=dtype, seed=1)
+        angle = values(3, 1, 1, width // 2, seed=2)
+        rotation, written = Rotation(angle.cos(), angle.sin()), {}
+
+        def apply(rope: Any, normed: Any, gated: Any) -> Callable[..., Tensor]:
+            def of_parts(packed: Tensor, weight: Tensor) -> Tensor:
+                parts = split_columns(packed, (queries, queries, width, width))  # noqa: B023
+                for name, part in zip(("query", "gate", "key", "value"), parts, strict=True):
+                    part.register_hook(lambda gradient, name=name: written.update({name: gradient.stride()[1]}))  # noqa: B023
+                query, gate, key, value = parts
+                query = rope(query.unflatten(-1, (per_group, width)), rotation)  # noqa: B023
+                key = normed(key, weight, 1e-3, False, rotation)  # noqa: B023
+                context = gated(query.flatten(2) * value.mean(), gate)
+                return torch.cat((context, key.flatten(2)), -1)
+
+            return of_parts
+
+        plain, kernels = (
+            (apply_rope, normed_rope, gate_output),
+            (apply_rope_triton, normed_rope_triton, gate_output_triton),
+        )
+        compare(apply(*plain), apply(*kernels), [packed, weight], ("projection", groups, width), dtype)
+        assert written["query"] == written["gate"] == written["key"] == packed.stride(1) != written["value"]
+
+
+def gated_outputs() -> None:
+    """Checks the gate of attention's output with strided gradients, outputs and gates."""
+    for shape, dtype in (((5, 2, 3, 70), torch.float32), ((3, 1, 2, 2100), torch.bfloat16)):
+        s, b, g, c = shape
+        context, gate = values(s, b, g * c + 1, dtype=dtype), values(s, b, g, c + 3, dtype=dtype, seed=1)
+        compare(
+            lambda context, gate: gate_output(context[..., 1:], gate[..., 1:-2]).flip(0),
+            lambda context, gate: gate_output_triton(context[..., 1:], gate[..., 1:-2]).flip(0),
+            [context, gate],
+            ("gated outputs", shape),
+            dtype,
+        )
 
 
 def sums() -> None:

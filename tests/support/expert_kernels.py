@@ -22,8 +22,13 @@ from megatron.core.ops.moe.grouped_linear_triton import (
 )
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
 from megatron.core.ops.moe.permute_triton import ChoiceNumbersTriton, permute_triton, unpermute_triton
-from megatron.core.ops.moe.routing import RoutingRule, best, choose_experts
-from megatron.core.ops.moe.routing_triton import best_triton, choose_experts_triton
+from megatron.core.ops.moe.routing import RoutingRule, best, bfloat16_parts, choose_and_count, choose_experts
+from megatron.core.ops.moe.routing_triton import (
+    best_triton,
+    bfloat16_parts_triton,
+    choose_and_count_triton,
+    choose_experts_triton,
+)
 from megatron.core.ops.moe.weighted_activation_triton import keeps_only_arguments, weighted_activation_triton
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
@@ -153,6 +158,44 @@ def weights_of_choices() -> None:
     assert choose_experts_triton(logits, plain)[1].isnan().sum(1).tolist() == [3, 0, 0]
 
 
+def counted_choices() -> None:
+    """Checks choices with sums and counts, and the gradient of the logits through weights, sums or both, against the
+    definition in float64; several blocks of tokens of a program, real and other tokens."""
+    for dtype, tokens, width, rule, padded, used in (
+        (torch.float32, 90, 500, RoutingRule(3, factor=2.5), False, (0, 1)),
+        (torch.bfloat16, 70, 64, RoutingRule(8), True, (0, 1)),
+        (torch.float32, 33, 20, RoutingRule(3), True, (1,)),
+        (torch.float32, 33, 20, RoutingRule(3), False, (0,)),
+        (torch.float32, 6, 20, RoutingRule(3, scores_first=True), True, (0, 1)),
+        (torch.float64, 6, 20, RoutingRule(3), False, (0, 1)),
+    ):
+        real, found = (torch.arange(tokens) % 3 != 1).to(DEVICE) if padded else None, []
+        for function, wide in ((choose_and_count, True), (choose_and_count_triton, False)):
+            logits = values(tokens, width, dtype=dtype, seed=3).requires_grad_()
+            choice = function(logits.double() if wide else logits, rule, None, real)
+            assert choice.score_sums is not None
+            both = (
+                (choice.weights * values(*choice.weights.shape, seed=4)).sum(),
+                choice.score_sums @ (values(width, seed=5).to(choice.score_sums.dtype)),
+            )
+            sum(both[number] for number in used).backward()
+            found.append((choice, logits.grad))
+        (expected, exact_gradient), (ours, gradient) = found
+        assert torch.equal(ours.experts, expected.experts) and torch.equal(ours.counts, expected.counts), (dtype, rule)
+        for own, exact in ((ours.weights, expected.weights), (ours.score_sums, expected.score_sums)):
+            agree(own.detach(), exact.detach().to(own.dtype), 4.0, (dtype, rule))
+        agree(gradient, exact_gradient, 4.0, (dtype, rule, used))
+    empty = choose_and_count_triton(values(0, 4), RoutingRule(2))
+    assert empty.score_sums.tolist() == [0.0] * 4 and empty.counts.tolist() == [0] * 4
+
+
+KERNELS_OF_ROUTERS = {
+    "best": best_triton,
+    "choose_experts": choose_experts_triton,
+    "choose_and_count": choose_and_count_triton,
+}
+
+
 def routers() -> None:
     """Checks a router with the kernels against one without: experts, weights, counts and the weight's gradient."""
     cases: list[dict[str, Any]] = [
@@ -161,7 +204,7 @@ def routers() -> None:
         {"moe_expert_capacity_factor": 0.8, "moe_aux_loss_coeff": 0.0},
     ]
     for fields in cases:
-        with_kernels = LOCAL.with_operations(experts={"best": best_triton, "choose_experts": choose_experts_triton})
+        with_kernels = LOCAL.with_operations(experts=KERNELS_OF_ROUTERS)
         found = []
         for backend in (LOCAL, with_kernels):
             sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 6}
@@ -177,6 +220,18 @@ def routers() -> None:
         assert torch.equal(own_experts, experts) and torch.equal(own_numbers, numbers), fields
         for ours, expected in zip(own, exact, strict=True):
             agree(ours, expected, 10.0, fields)
+
+
+def parts_of_numbers() -> None:
+    """Checks that parts hold all bits of float32, also of a view and of none."""
+    for numbers in (values(37, 70) * 1e-3, values(9, 5, seed=1).t(), values(0, 4)):
+        parts = bfloat16_parts_triton(numbers)
+        assert parts.dtype is torch.bfloat16 and parts.shape == (numbers.shape[0], 3 * numbers.shape[1])
+        if numbers.numel():
+            sums = parts.double().view(numbers.shape[0], 3, -1).sum(1)
+            assert ((sums - numbers.double()).abs() <= 2.0**-23 * numbers.abs()).all()
+            if numbers.is_cuda:  # the interpreter truncates
+                assert torch.equal(parts, bfloat16_parts(numbers))
 
 
 def activations() -> None:

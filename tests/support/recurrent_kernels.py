@@ -13,6 +13,7 @@ from megatron.core.ops.causal_conv import causal_conv
 from megatron.core.ops.causal_conv_triton import causal_conv_triton
 from megatron.core.ops.gated_norm import gated_rms_norm
 from megatron.core.ops.gated_norm_triton import gated_rms_norm_triton
+from megatron.core.ops.split_columns import split_columns
 from megatron.core.ops.ssd import scan_triton
 from megatron.core.ops.ssd.scan import mamba_scan
 
@@ -83,6 +84,34 @@ def gated_norms() -> None:
             compare(
                 apply(gated_rms_norm), apply(gated_rms_norm_triton), [x, packed, weight], (shape, gate_first), dtype
             )
+
+
+def projections() -> None:
+    """A convolution and a gated norm that read parts of one projection: their kernels write into the packed gradient.
+    The gradient of a part that plain torch reads is copied."""
+    for dtype, heads, width in ((torch.float32, 2, 8), (torch.bfloat16, 3, 5)):
+        packed = values(7, 2, 2, 24 + heads * width + 3, dtype=dtype)
+        weight, taps = values(width, dtype=dtype, seed=1), values(48, 4, dtype=dtype, seed=2)
+        inputs = values(7, 2, 2, heads, width, dtype=dtype, seed=3)
+        written: dict[str, int] = {}
+        """The strides of rows of the gradients of parts."""
+
+        def apply(conv: Callable[..., Tensor], norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def of_parts(packed: Tensor, weight: Tensor, filters: Tensor) -> Tensor:
+                parts = split_columns(packed, (24, heads * width, 3))  # noqa: B023
+                for name, part in zip(("mixed", "gate", "step"), parts, strict=True):
+                    part.register_hook(lambda gradient, name=name: written.update({name: gradient.stride()[1]}))  # noqa: B023
+                mixed, gate, step = parts
+                gate = gate.unflatten(-1, (heads, width))  # noqa: B023
+                normed = norm(inputs.to(gate.dtype), gate, weight, 1e-3, False).flatten(3)  # noqa: B023
+                convolved = conv(mixed, filters, silu=True)
+                return torch.cat((convolved, normed, step * step), -1)
+
+            return of_parts
+
+        functions = apply(causal_conv, gated_rms_norm), apply(causal_conv_triton, gated_rms_norm_triton)
+        compare(*functions, [packed, weight, taps], ("projection", heads, width), dtype)
+        assert written["mixed"] == written["gate"] == packed.stride(1) != written["step"]
 
 
 def scan_arguments(

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.causal_conv import causal_conv
+from megatron.core.ops.split_columns import new_gradient_of
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
-from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.ops.tiles import cdiv, common_alignment, next_power_of_2
 from megatron.core.utils.autograd_context import AutogradContext
 from megatron.core.utils.warn import warn_on_first_rank
 
@@ -26,6 +27,12 @@ _CHANNELS = 256
 """Most channels of a program."""
 _TOKENS = 64
 """Tokens of a program. The three before and after them are read twice."""
+
+
+@triton.jit
+def aligned(stride, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    """Returns the stride, which ALIGNED divides, such that the compiler knows it."""
+    return stride // ALIGNED * ALIGNED
 
 
 @triton.jit
@@ -67,7 +74,7 @@ def _weights(weight, channel, inside, K: tl.constexpr):  # type: ignore[no-untyp
 def _causal_conv_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
     output, inputs, weight, bias, documents, length, batch, groups, width, inputs_s, inputs_b, inputs_g,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, CHANNELS)
     group, row = tl.program_id(0) // blocks, tl.program_id(2)
@@ -79,7 +86,7 @@ def _causal_conv_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluat
         b = tl.load(bias + group * width + channel, mask=inside, other=0.0).to(tl.float32)
     first = tl.program_id(1) * TOKENS
     far = first.to(tl.int64)
-    source = inputs + far * inputs_s + row.to(tl.int64) * inputs_b + group.to(tl.int64) * inputs_g
+    source = inputs + far * inputs_s + row.to(tl.int64) * inputs_b + group.to(tl.int64) * aligned(inputs_g, ALIGNED)
     output_s = batch * groups * width
     target = output + far * output_s + (row * groups + group) * width + channel
     x3 = _channels_of(source, -3, first, length, inputs_s, channel, width)
@@ -109,9 +116,9 @@ def _causal_conv_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluat
 @triton.jit
 def _causal_conv_backward_kernel(  # type: ignore[no-untyped-def]
     inputs_gradient, weight_parts, gradient, inputs, weight, bias, documents, length, batch, groups, width,
-    gradient_s, gradient_b, gradient_g, inputs_s, inputs_b, inputs_g,
+    target_s, target_b, target_g, gradient_s, gradient_b, gradient_g, inputs_s, inputs_b, inputs_g,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     # Each token adds to the gradients of itself and of the three before it. p1, p2 and p3 are what theirs have so far.
     blocks = tl.cdiv(width, CHANNELS)
@@ -124,10 +131,12 @@ def _causal_conv_backward_kernel(  # type: ignore[no-untyped-def]
         b = tl.load(bias + group * width + channel, mask=inside, other=0.0).to(tl.float32)
     first = tl.program_id(1) * TOKENS
     far = first.to(tl.int64)
-    source = inputs + far * inputs_s + row.to(tl.int64) * inputs_b + group.to(tl.int64) * inputs_g
-    given = gradient + far * gradient_s + row.to(tl.int64) * gradient_b + group.to(tl.int64) * gradient_g
-    output_s = batch * groups * width
-    target = inputs_gradient + far * output_s + (row * groups + group) * width + channel
+    source = inputs + far * inputs_s + row.to(tl.int64) * inputs_b + group.to(tl.int64) * aligned(inputs_g, ALIGNED)
+    given = (
+        gradient + far * gradient_s + row.to(tl.int64) * gradient_b + group.to(tl.int64) * aligned(gradient_g, ALIGNED)
+    )
+    target = inputs_gradient + far * target_s + row.to(tl.int64) * target_b
+    target += group.to(tl.int64) * aligned(target_g, ALIGNED) + channel
     x3 = _channels_of(source, -3, first, length, inputs_s, channel, width)
     x2 = _channels_of(source, -2, first, length, inputs_s, channel, width)
     x1 = _channels_of(source, -1, first, length, inputs_s, channel, width)
@@ -168,7 +177,7 @@ def _causal_conv_backward_kernel(  # type: ignore[no-untyped-def]
         g3 += own * z3
         gb += own
         valid = channel < tl.where((step >= 3) & (step - 3 < length - first), width, 0)
-        tl.store(target + (step - 3) * output_s, p3.to(inputs_gradient.dtype.element_ty), mask=valid)
+        tl.store(target + (step - 3) * target_s, p3.to(inputs_gradient.dtype.element_ty), mask=valid)
         p3, p2, p1, dy0, dy1, dy2 = p2, p1, w0 * dy, dy1, dy2, dy3
         x3, x2, x1, x0, e1, e2 = x2, x1, x0, e1, e2, e3
         if PACKED:
@@ -210,10 +219,11 @@ class _CausalConv(torch.autograd.Function):
         ctx.save_for_backward(inputs, document)
         # Keeps the parameters instead of saved tensors; `ops.linear._Linear` says why.
         ctx.weight, ctx.bias, ctx.silu, ctx.packed = weight, bias, silu, document is not None
+        ctx.new_gradient = new_gradient_of(inputs)
         output = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
         x = _in_groups(inputs)
         _causal_conv_kernel[_grid(x)](
-            output, x, weight.detach().contiguous(), bias, document, *_sizes(x), *x.stride()[:3], **_settings(ctx, x)
+            output, x, weight.detach().contiguous(), bias, document, *_sizes(x), *x.stride()[:3], **_settings(ctx, x, x)
         )
         return output
 
@@ -221,13 +231,13 @@ class _CausalConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs, document), weight = ctx.saved_tensors, ctx.weight.detach().contiguous()
-        inputs_gradient = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
-        x, dy = _in_groups(inputs), _in_groups(output_gradient)
+        inputs_gradient = ctx.new_gradient()
+        x, dy, dx = _in_groups(inputs), _in_groups(output_gradient), _in_groups(inputs_gradient)
         taps, grid, has_bias = weight.shape[1], _grid(x), ctx.bias is not None
         parts = torch.empty(grid[1] * grid[2], weight.shape[0], taps + has_bias, dtype=torch.float32, device=x.device)
         _causal_conv_backward_kernel[grid](
-            inputs_gradient, parts, dy, x, weight, ctx.bias, document, *_sizes(x), *dy.stride()[:3], *x.stride()[:3],
-            **_settings(ctx, x),
+            dx, parts, dy, x, weight, ctx.bias, document, *_sizes(x),
+            *dx.stride()[:3], *dy.stride()[:3], *x.stride()[:3], **_settings(ctx, x, dx, x, dy),
         )  # fmt: skip
         sums = sum_rows_triton(parts.flatten(1), weight.dtype).view(weight.shape[0], -1)
         return inputs_gradient, sums[:, :taps], sums[:, taps] if has_bias else None, None, None
@@ -254,7 +264,7 @@ def _channels(width: int) -> int:
     return min(_CHANNELS, next_power_of_2(width))
 
 
-def _settings(ctx: AutogradContext, x: Tensor) -> dict[str, Any]:
+def _settings(ctx: AutogradContext, x: Tensor, *strided: Tensor) -> dict[str, Any]:
     return {
         "K": ctx.weight.shape[1],
         "HAS_BIAS": ctx.bias is not None,
@@ -263,5 +273,6 @@ def _settings(ctx: AutogradContext, x: Tensor) -> dict[str, Any]:
         "TOKENS": _TOKENS,
         "CHANNELS": _channels(x.shape[3]),
         "UNROLL": 4,
+        "ALIGNED": common_alignment(*(tensor.stride(2) for tensor in strided)),
         "num_warps": 4,
     }

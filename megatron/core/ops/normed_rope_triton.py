@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.rope import Rotation
 from megatron.core.ops.rope_triton import last_contiguous, strides_of_angles, strides_of_heads
+from megatron.core.ops.split_columns import new_gradient_of
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 from megatron.core.ops.tiles import cdiv, next_power_of_2
 from megatron.core.utils.autograd_context import AutogradContext
@@ -85,8 +86,8 @@ def _normed_rope_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluat
 def _normed_rope_backward_kernel(  # type: ignore[no-untyped-def]
     heads_gradient, weight_parts, gradient, heads, weight, cos, sin,
     tokens, batch, count, per_group, width, half, first, epsilon,
-    gradient_s, gradient_b, gradient_g, gradient_h, heads_s, heads_b, heads_g, heads_h,
-    cos_s, cos_b, sin_s, sin_b,
+    target_s, target_b, target_g, target_h, gradient_s, gradient_b, gradient_g, gradient_h,
+    heads_s, heads_b, heads_g, heads_h, cos_s, cos_b, sin_s, sin_b,
     INTERLEAVED: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_REST: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +111,7 @@ def _normed_rope_backward_kernel(  # type: ignore[no-untyped-def]
         s, b = token // batch, token % batch
         source = heads + s * heads_s + b * heads_b + (group * heads_g + inner * heads_h)[:, None]
         given = gradient + s * gradient_s + b * gradient_b + (group * gradient_g + inner * gradient_h)[:, None]
-        target = heads_gradient + (token * count + head[:, None]) * width
+        target = heads_gradient + s * target_s + b * target_b + (group * target_g + inner * target_h)[:, None]
         x, y = _load(source, one, valid), _load(source, other, valid)
         squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
         z = tl.zeros((HEADS, WIDTH), tl.float32)
@@ -167,6 +168,7 @@ class _NormedRope(torch.autograd.Function):
         interleaved: bool,
         first: int,
     ) -> Tensor:
+        ctx.new_gradient = new_gradient_of(heads)
         heads = heads if heads.stride(-1) == 1 else heads.contiguous()
         ctx.save_for_backward(heads, cos, sin)
         # Keeps the parameter instead of a saved tensor; `ops.linear._Linear` says why.
@@ -196,14 +198,15 @@ class _NormedRope(torch.autograd.Function):
         heads, cos, sin = ctx.saved_tensors
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
         s, b, *counts, width = heads.shape
-        heads_gradient = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+        heads_gradient = ctx.new_gradient()
         sizes, tile = _sizes(heads, cos, ctx.first), _tile(heads, cos, ctx.interleaved, ctx.zero_centered)
         blocks = cdiv(math.prod(counts), tile["HEADS"])
         programs = max(1, min(s * b, _PROGRAMS * num_multiprocessors(heads.device) // blocks))
         parts = torch.empty(programs * blocks, width, dtype=torch.float32, device=heads.device)
         _normed_rope_backward_kernel[(programs, blocks)](
             heads_gradient, parts, gradient, heads, ctx.weight, cos, sin, s * b, b, *sizes, ctx.epsilon,
-            *strides_of_heads(gradient), *strides_of_heads(heads), *strides_of_angles(cos, sin), **tile,
+            *strides_of_heads(heads_gradient), *strides_of_heads(gradient), *strides_of_heads(heads),
+            *strides_of_angles(cos, sin), **tile,
         )  # fmt: skip
         weight_gradient = sum_rows_triton(parts, ctx.weight.dtype) if ctx.needs_input_grad[1] else None
         return heads_gradient, weight_gradient, None, None, None, None, None, None

@@ -16,7 +16,6 @@ from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear, sum_rows
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
 from megatron.core.ops.records import Ops, on_gpus, operation
-from megatron.core.ops.split_columns import split_columns
 from megatron.core.ops.ssd.scan import mamba_scan
 
 
@@ -85,17 +84,15 @@ class RecurrenceOps(Ops):
     gated_rms_norm: Callable[..., Tensor] = operation(gated_rms_norm, "norms")
     delta_rule_attention: Callable[..., Tensor] = operation(delta_rule_attention, "gated delta nets")
     mamba_scan: Callable[..., Tensor] = operation(mamba_scan, "state spaces")
-    split_columns: Callable[..., tuple[Tensor, ...]] = split_columns
 
     @classmethod
     def by_triton(cls) -> Self:
         """Returns the record with our kernels for GPUs."""
-        from megatron.core.ops import causal_conv_triton, gated_norm_triton, split_columns_triton
+        from megatron.core.ops import causal_conv_triton, gated_norm_triton
         from megatron.core.ops.delta_rule import attention_triton
         from megatron.core.ops.ssd import scan_triton
 
-        modules = causal_conv_triton, gated_norm_triton, split_columns_triton, attention_triton, scan_triton
-        return on_gpus(cls(), *modules)
+        return on_gpus(cls(), causal_conv_triton, gated_norm_triton, attention_triton, scan_triton)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.ops.split_columns import new_gradient_of
 from megatron.core.utils.autograd_context import AutogradContext
 
 
@@ -22,8 +23,8 @@ class Rotation:
     """Number of channels of a head before the rotated ones."""
 
 
-Rotate = Callable[[Tensor, Rotation, bool], Tensor]
-"""Returns heads rotated by the angles; with True by their negatives."""
+Rotate = Callable[[Tensor, Tensor, Rotation, bool], None]
+"""Writes to its first argument the heads of the second, rotated by the angles; with True by their negatives."""
 
 
 def rotation_of_angles(angles: Tensor, interleaved: bool, amplitude: float = 1.0) -> Rotation:
@@ -48,23 +49,27 @@ class _Rope(torch.autograd.Function):
     def forward(ctx: AutogradContext, heads: Tensor, rotation: Rotation, rotate: Rotate) -> Tensor:
         ctx.save_for_backward(rotation.cos, rotation.sin)
         ctx.interleaved, ctx.first, ctx.rotate = rotation.interleaved, rotation.first, rotate
-        return rotate(heads, rotation, False)
+        ctx.new_gradient = new_gradient_of(heads)
+        rotated = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+        rotate(rotated, heads, rotation, False)
+        return rotated
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return ctx.rotate(output_gradient, Rotation(cos, sin, ctx.interleaved, ctx.first), True), None, None
+        gradient = ctx.new_gradient()
+        ctx.rotate(gradient, output_gradient, Rotation(cos, sin, ctx.interleaved, ctx.first), True)
+        return gradient, None, None
 
 
-def _rotate(heads: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
+def _rotate(rotated: Tensor, heads: Tensor, rotation: Rotation, inverse: bool) -> None:
     ones = (1,) * (heads.dim() - 3)
     dtype = torch.promote_types(heads.dtype, torch.float32)
     cos, sin = (angles.to(dtype).unflatten(2, ones) for angles in (rotation.cos, rotation.sin))
     sin = -sin if inverse else sin
     half, first = cos.shape[-1], rotation.first
     end = first + 2 * half
-    rotated = torch.empty_like(heads, memory_format=torch.contiguous_format)
     if rotation.interleaved:
         one, other = slice(first, end, 2), slice(first + 1, end, 2)
     else:
@@ -75,4 +80,3 @@ def _rotate(heads: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     for rest in (slice(0, first), slice(end, heads.shape[-1])):
         if rest.start < rest.stop:
             rotated[..., rest] = heads[..., rest]
-    return rotated

@@ -17,7 +17,7 @@ _TILE = 2048
 @triton.jit
 def _rope_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
     rotated, heads, cos, sin, batch, count, per_group, width, half, first, end,
-    heads_s, heads_b, heads_g, heads_h, cos_s, cos_b, sin_s, sin_b,
+    rotated_s, rotated_b, rotated_g, rotated_h, heads_s, heads_b, heads_g, heads_h, cos_s, cos_b, sin_s, sin_b,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, COPIES_REST: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -30,8 +30,9 @@ def _rope_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
     sine = tl.load(sin + s * sin_s + b * sin_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
     if INVERSE:
         sine = -sine
-    source = heads + s * heads_s + b * heads_b + (head // per_group * heads_g + head % per_group * heads_h)[:, None]
-    target = rotated + (token * count + head[:, None]) * width
+    group, inner = head // per_group, head % per_group
+    source = heads + s * heads_s + b * heads_b + (group * heads_g + inner * heads_h)[:, None]
+    target = rotated + s * rotated_s + b * rotated_b + (group * rotated_g + inner * rotated_h)[:, None]
     if INTERLEAVED:
         one, other = first + 2 * pair, first + 2 * pair + 1
     else:
@@ -55,7 +56,7 @@ def apply_rope_triton(heads: Tensor, rotation: Rotation) -> Tensor:
     return apply_rope(heads, rotation, _rotate)
 
 
-def _rotate(heads: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
+def _rotate(rotated: Tensor, heads: Tensor, rotation: Rotation, inverse: bool) -> None:
     if heads.stride(-1) != 1:
         heads = heads.contiguous()
     cos, sin = (last_contiguous(angles) for angles in (rotation.cos, rotation.sin))
@@ -63,17 +64,15 @@ def _rotate(heads: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     count, per_group = math.prod(counts), counts[-1]
     half, first = cos.shape[-1], rotation.first
     end = first + 2 * half
-    rotated = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     if rotated.numel():
         pairs = next_power_of_2(half)
         at_once = max(1, min(next_power_of_2(count), _TILE // pairs))
         _rope_kernel[(s * b, cdiv(count, at_once))](
             rotated, heads, cos, sin, b, count, per_group, width, half, first, end,
-            *strides_of_heads(heads), *strides_of_angles(cos, sin),
+            *strides_of_heads(rotated), *strides_of_heads(heads), *strides_of_angles(cos, sin),
             INTERLEAVED=rotation.interleaved, INVERSE=inverse, COPIES_REST=2 * half < width,
             HEADS=at_once, HALF=pairs, WIDTH=next_power_of_2(width),
         )  # fmt: skip
-    return rotated
 
 
 def last_contiguous(angles: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.rope import Rotation
+from megatron.core.ops.split_columns import split_columns
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.storage import part_size
@@ -158,7 +159,7 @@ class SelfAttention(MegatronModule):
             core, kind = self.core_attention, self.attn_mask_type
             context = attend_as_script(core, query, key, value, mask, inputs, kind, inputs.attention_bias)
         if gate is not None:
-            context = context * gate.sigmoid()
+            context = self.backend.attention.gate_output(context, gate)
         return self.linear_proj(context.flatten(0, 1))
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,16 +178,14 @@ class SelfAttention(MegatronModule):
     def _project(
         self, hidden_states: Tensor, inputs: LayerInputs, rotation: Rotation | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Returns query [s, b, g, a / g, d], key, value, and the gate [s, b, a * d] of attention's output, if there is
-        one. They are views of the projection unless a norm or clamp changes them. `rotation`: of normed heads."""
+        """Returns query [s, b, g, a / g, d], key, value, and the gates [s, b, g, a / g * d] of attention's output, if
+        there are any: views of the projection, unless a norm or clamp changes them. `rotation`: of normed heads."""
         qkv, _ = self.linear_qkv(hidden_states)
         a, g, d, clip = self.num_heads, self.num_groups, self.head_size, self.config.clip_qkv
-        has_gate = self.config.attention_output_gate
-        sizes = [a // g, a // g if has_gate else 0, 1, 1]
-        heads = as_heads(qkv, inputs.tokens, g).unflatten(-1, (sum(sizes), d))
-        query, gates, key, value = heads.split(sizes, -2)
-        key, value = key.squeeze(-2), value.squeeze(-2)
-        gate = gates.flatten(2) if has_gate else None
+        per_group, has_gate = a // g, self.config.attention_output_gate
+        widths = [per_group * d, per_group * d if has_gate else 0, d, d]
+        query, gate, key, value = split_columns(as_heads(qkv, inputs.tokens, g), widths)
+        query = query.unflatten(-1, (per_group, d))
         if clip is not None:
             query, key, value = (heads.clamp(-clip, clip) for heads in (query, key, value))
         if rotation is not None:
@@ -194,7 +193,7 @@ class SelfAttention(MegatronModule):
             key = self.k_layernorm.rotated(key, rotation)  # type: ignore[union-attr, operator]
         elif not self.norms_after_rope:
             query, key = self._normed(query, key)
-        return query, key, value, gate
+        return query, key, value, gate if has_gate else None
 
     def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return (

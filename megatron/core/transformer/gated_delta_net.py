@@ -16,6 +16,7 @@ from megatron.core.initializers import Constant, LogUniform
 from megatron.core.ops.delta_rule.attention import betas, log_decays, split_heads_of_unit_length
 from megatron.core.ops.delta_rule.chunked import gated_delta_rule
 from megatron.core.ops.precision import widened
+from megatron.core.ops.split_columns import split_columns
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.tensor_parallel.storage import new_split_vector, part_size
 from megatron.core.tokens import Tokens, document_numbers
@@ -122,7 +123,7 @@ class GatedDeltaNet(MegatronModule):
         tokens, ranks = inputs.tokens, group_size(self.cp_group)
         projected = self.in_proj(hidden_states)[0].view(tokens.seq_length, tokens.batch_size, self.key_heads, -1)
         # [s, b, key heads, ...] each
-        mixed, gate, strength, fading = self.backend.recurrence.split_columns(projected, self.widths)
+        mixed, gate, strength, fading = split_columns(projected, self.widths)
         if ranks > 1:  # gates stay with their rows
             mixed, strength, fading = start_to_heads([mixed, strength, fading], self.cp_group, ranks).wait()
             tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)

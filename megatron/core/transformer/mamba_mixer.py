@@ -13,6 +13,7 @@ from megatron.core.context_parallel.ulysses import start_to_heads, start_to_rows
 from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Constant, LogUniform
+from megatron.core.ops.split_columns import split_columns
 from megatron.core.ops.ssd.scan import mamba_scan_with_state
 from megatron.core.tensor_parallel.storage import new_split_vector, part_size
 from megatron.core.tokens import Tokens, document_numbers
@@ -118,14 +119,13 @@ class MambaMixer(MegatronModule):
         check_scanned_inputs(inputs, "Mamba-2")
         tokens, ranks = inputs.tokens, group_size(self.cp_group)
         projected = self.in_proj(hidden_states)[0].view(tokens.seq_length, tokens.batch_size, self.groups, -1)
-        split = self.backend.recurrence.split_columns
         if ranks > 1:  # gates stay with their rows
-            gate, scanned = split(projected, [self.widths[0], sum(self.widths[1:])])
+            gate, scanned = split_columns(projected, [self.widths[0], sum(self.widths[1:])])
             (scanned,) = start_to_heads([scanned], self.cp_group, ranks).wait()  # [ranks * s, b, g / ranks, ...]
-            mixed, step = split(scanned, self.widths[1:])
+            mixed, step = split_columns(scanned, self.widths[1:])
             tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)
         else:
-            gate, mixed, step = split(projected, self.widths)  # [s, b, g, ...] each
+            gate, mixed, step = split_columns(projected, self.widths)  # [s, b, g, ...] each
         document = document_numbers(tokens, hidden_states.device)
         parameters = self._own(self.dt_bias), self._own(self.A_log), self._own(self.D)
         context = inputs.inference_context

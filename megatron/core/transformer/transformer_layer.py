@@ -20,6 +20,7 @@ from megatron.core.transformer.layer_patterns import described_layer, with_sizes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import Spec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.keywords import Keywords
 
 
 @dataclass
@@ -101,6 +102,8 @@ class TransformerLayer(MegatronModule):
         )
         offer_to_mlp = {**offer, "tp_group": groups.tp, "pg_collection": groups, "layer_number": layer_number}
         self.mlp = build_module(submodules.mlp, config=config, offer=offer_to_mlp)
+        kind: Any = type(self.mlp)
+        self.mlp_takes_residual = "residual" in Keywords.of_forward(kind).names
         self.mlp_bda = build_module(submodules.mlp_bda)
         if config.sequence_parallel:  # each rank norms its own tokens, also with a user's norm
             add_partial_gradient_axis("tp", *self.norms)
@@ -163,8 +166,7 @@ class TransformerLayer(MegatronModule):
     def add_mlp(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns x + dropout(mlp(norm(x)))."""
         normed, residual = self._norm(self.pre_mlp_layernorm, hidden_states)
-        transformed = self._branch(self._mlp(normed, inputs), self.post_mlp_layernorm)
-        added = self._add(self.mlp_bda, transformed, residual, inputs, "mlp")
+        added = self._add_mlp_output(normed, residual, inputs)
         return self.post_mlp_layernorm(added) if self.norms_sum else added
 
     def add_attention_and_mlp(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
@@ -174,8 +176,23 @@ class TransformerLayer(MegatronModule):
         residual = self._add(self.self_attn_bda, attended, residual, inputs, "self_attention")
         if self.config.norm_placement == "parallel_two_norms":
             normed = self.pre_mlp_layernorm(hidden_states)
+        return self._add_mlp_output(normed, residual, inputs)
+
+    def _add_mlp_output(self, normed: Tensor, residual: Tensor, inputs: LayerInputs) -> Tensor:
+        if self._mlp_adds_residual:
+            added: Tensor = self.mlp(normed, inputs, residual)[0]
+            return added
         transformed = self._branch(self._mlp(normed, inputs), self.post_mlp_layernorm)
         return self._add(self.mlp_bda, transformed, residual, inputs, "mlp")
+
+    @property
+    def _mlp_adds_residual(self) -> bool:
+        """Whether the layer of experts adds the residual itself, in the kernel that adds the shared experts. Then
+        nothing may come between its output and the sum; hooks of scripts need the output by itself."""
+        is_next = self.mlp_bda is get_bias_dropout_add and self.config.residual_multiplier == 1.0
+        is_next &= self.norms_sum or isinstance(self.post_mlp_layernorm, IdentityOp)
+        drops = self.training and self.hidden_dropout > 0.0
+        return self.mlp_takes_residual and is_next and not drops and not self.mlp._forward_hooks
 
     def _norm(self, norm: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the input of a branch and the residual to which the branch's output is added."""

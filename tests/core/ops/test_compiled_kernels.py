@@ -24,13 +24,14 @@ ATTENTION = (
 CHECKS = {
     "triton_agreement": "masks bias_dropout_residual losses merged_blocks largest_logits",
     "elementwise_kernels": "norms norms_of_views norms_with_residual positions normed_positions "
-    "columns sums table_rows biases updates stored_updates",
-    "expert_kernels": "moves places choices weights_of_choices activations products "
+    "heads_of_a_projection gated_outputs sums table_rows biases updates stored_updates",
+    "expert_kernels": "moves places choices weights_of_choices counted_choices parts_of_numbers activations products "
     "specialized_products accumulations linears biases",
+    "shared_kernels": "shared_outputs shared_inputs",
     "delta_rule_kernels": "packed long_rows",
     "muon_kernels": "symmetric_products matrices_of_several_shapes updates",
     "selected_keys": "scores masks",
-    "recurrent_kernels": "convolutions gated_norms rounded_scans",
+    "recurrent_kernels": "convolutions gated_norms projections rounded_scans",
     "fp8_kernels": "largest_values noted_values noted_rows casts by_largest blocks",
     "fp8_grouped_kernels": "largest_values casts by_largest blocks products weight_gradients",
     "fp8_weights": "quantised_parts transposed",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import megatron.core
-from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.ops.tiles import cdiv, common_alignment, next_power_of_2
 
 
 def test_numbers_of_tiles_are_rounded_up() -> None:
@@ -15,6 +15,10 @@ def test_numbers_of_tiles_are_rounded_up() -> None:
 
 def test_powers_of_two() -> None:
     assert [next_power_of_2(count) for count in range(10)] == [0, 1, 2, 4, 4, 8, 8, 8, 8, 16]
+
+
+def test_the_alignment_of_strides_divides_all_of_them() -> None:
+    assert [common_alignment(*strides) for strides in ((772,), (512, 772), (64, 0), (6, 8), (5,))] == [4, 4, 8, 2, 1]
 
 
 def test_they_agree_with_those_of_triton() -> None:

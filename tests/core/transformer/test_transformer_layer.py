@@ -1,5 +1,8 @@
 """Layers and blocks by themselves: formulas, places left empty, users' own parts, half precision."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from support.tiny_models import tiny_config, tiny_gpt
@@ -14,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import EncoderStates, LayerInputs
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.recompute import recompute_parts
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -76,6 +80,55 @@ def test_a_norms_backward_adds_the_gradient_of_the_residual(kind: str, placement
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-5 * float(theirs.abs().max()))
     assert adds - fewer == (1 if placement == "parallel" else 2)
+
+
+class Experts(MoELayer):
+    """A layer of experts that counts the residuals that it adds."""
+
+    residuals = 0
+
+    def forward(self, hidden_states, inputs=None, residual=None):  # type: ignore[no-untyped-def]
+        self.residuals += residual is not None
+        return super().forward(hidden_states, inputs, residual)
+
+
+class OldExperts(MoELayer):
+    """A script's layer of experts, which knows no residual."""
+
+    def forward(self, hidden_states, inputs=None):  # type: ignore[no-untyped-def]
+        return super().forward(hidden_states, inputs)
+
+
+@pytest.mark.parametrize("shared", [None, 12])
+@pytest.mark.parametrize(
+    ("settings", "adds"),
+    [
+        ({}, True),
+        ({"norm_placement": "post_residual"}, True),
+        ({"norm_placement": "parallel"}, True),
+        ({"norm_placement": "post"}, False),
+        ({"residual_multiplier": 0.5}, False),
+        ({"hidden_dropout": 0.1}, False),
+    ],
+)
+def test_experts_add_the_residual_where_nothing_comes_between(
+    settings: dict[str, Any], adds: bool, shared: int | None
+) -> None:
+    config = tiny_config(num_moe_experts=4, moe_shared_expert_intermediate_size=shared, **settings)
+    spec = get_gpt_layer_local_spec(num_experts=4, norm_placement=config.norm_placement).submodules
+    inputs, outputs = LayerInputs(Tokens(5, 2)), []
+    for kind in (Experts, OldExperts):
+        torch.manual_seed(0)
+        layer = TransformerLayer(config, replace(spec, mlp=ModuleSpec(kind)), 1).eval()
+        outputs.append(layer(states().flatten(0, 1), inputs))
+        if kind is Experts:
+            assert layer.mlp.residuals == (adds or "hidden_dropout" in settings)  # an evaluation drops nothing
+            layer.train()(states().flatten(0, 1), inputs)
+            assert layer.mlp.residuals == 2 * adds + (not adds and "hidden_dropout" in settings)
+            layer.mlp.register_forward_hook(lambda module, given, output: outputs.append(given))
+            layer.eval()(states().flatten(0, 1), inputs)
+            assert len(outputs.pop()) == 2  # the hook saw no residual
+    torch.testing.assert_close(*outputs, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("left_out", ["self_attention", "mlp"])

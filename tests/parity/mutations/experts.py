@@ -10,16 +10,16 @@ ROUTERS = [
         "balance-loss-once-per-rank",
         "the load-balancing loss counts once for each tensor parallel rank",
         _LOSSES,
-        "(experts.shape[1] * total**2)",
-        "(experts.shape[1] * total * share.count)",
+        "(topk * share.routed_total**2)",
+        "(topk * share.routed_total * share.count)",
         "moe-aux/sp2/default",
     ),
     Mutation(
         "balance-of-local-tokens",
         "the load-balancing loss counts the expert choices of a rank's own tokens, not of the whole micro-batch",
         _LOSSES,
-        "all_reduce(count_experts(experts, sums.shape[0], share.real).double(), share.group).to(sums.dtype)",
-        "count_experts(experts, sums.shape[0], None).to(sums.dtype)",
+        "all_reduce(counts.double(), share.group).to(sums.dtype)",
+        "counts.to(sums.dtype)",
         "moe-aux/cp2-p2p/default",
     ),
     Mutation(
@@ -118,8 +118,10 @@ EXPERTS = [
         "shared-experts-once-per-rank",
         "the output of shared experts is added once for each tensor parallel rank",
         "core/transformer/moe/moe_layer.py",
-        "shared.added_to(output).view(hidden_states.shape)",
-        'torch.lerp(output, shared.added_to(output), float(self.pg_collection.size("tp"))).view(hidden_states.shape)',
+        "output = exchange.finish_combine()",
+        "output = exchange.finish_combine()\n"
+        "        more = shared.added_to(torch.zeros_like(output), read.gate_logits, None)\n"
+        '        output = output + more * (self.pg_collection.size("tp") - 1)',
         "moe-bias/sp2/default",
     ),
     Mutation(

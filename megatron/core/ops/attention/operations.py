@@ -20,6 +20,7 @@ from megatron.core.ops.attention.kernels import (
     with_own_flash,
 )
 from megatron.core.ops.attention.max_logits import max_attention_logits
+from megatron.core.ops.attention.output_gate import gate_output
 from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.records import Ops, on_gpus, operation
 from megatron.core.ops.rope import apply_rope
@@ -33,6 +34,7 @@ class AttentionOps(Ops):
     apply_rope: Callable[..., Tensor] = operation(apply_rope, "rotary positions")
     normed_rope: Callable[..., Tensor] | None = None
     """`rms_norm` of heads and `apply_rope` as one operation; None: they are two."""
+    gate_output: Callable[[Tensor, Tensor], Tensor] = operation(gate_output, "attention")
     merge_block: Callable[..., None] = operation(merge_block, "attention")
     max_attention_logits: Callable[..., Tensor] = operation(max_attention_logits, "attention")
     index_scores: Callable[..., Tensor] = operation(index_scores, "attention")
@@ -53,6 +55,7 @@ class AttentionOps(Ops):
             masked_triton,
             max_logits_triton,
             merge_triton,
+            output_gate_triton,
         )
 
         own_flash = OwnFlash(flash_triton.has_specialized_warps)
@@ -69,5 +72,5 @@ class AttentionOps(Ops):
             ),
             block_kernels=before_unfused(BLOCK_CANDIDATES, blocks),
         )
-        modules = normed_rope_triton, rope_triton, max_logits_triton, merge_triton, indexer_triton
-        return on_gpus(plain, *modules)
+        own = max_logits_triton, merge_triton, indexer_triton, output_gate_triton
+        return on_gpus(plain, normed_rope_triton, rope_triton, *own)

@@ -24,26 +24,46 @@ TINY = 1e-20
 """Added to divisors, to avoid dividing by zero."""
 
 
-def router_logits(inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def bfloat16_parts(numbers: Tensor) -> Tensor:
+    """Returns three bfloat16 tensors side by side, [t, n] -> [t, 3 n], whose sum is the float32 numbers. Each has 8 of
+    their 24 bits, the first those that count most."""
+    first = numbers.bfloat16()
+    rest = numbers - first
+    second = rest.bfloat16()
+    return torch.cat((first, second, (rest - second).bfloat16()), 1)
+
+
+def router_logits(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    parts: Callable[[Tensor], Tensor] = bfloat16_parts,
+) -> Tensor:
     """Returns the logits: [t, h] x [experts, h] (+ [experts]) -> [t, experts], computed in `dtype`, which must not be
     narrower than the inputs' types.
 
     Backward keeps the inputs in their own type. The weight's gradient goes to its main gradient unrounded. On a GPU
     tensor cores compute products of bfloat16 numbers: they are exact, and their sums are float32. Gradients, which are
-    float32, are split into bfloat16 parts for them.
+    float32, are split into bfloat16 parts for them. `parts` computes `bfloat16_parts`.
     """
-    return _RouterLogits.apply(inputs, weight, bias, dtype)
+    return _RouterLogits.apply(inputs, weight, bias, dtype, parts)
 
 
 class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: AutogradContext, inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+        ctx: AutogradContext,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        parts: Callable[[Tensor], Tensor],
     ) -> Tensor:
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.dtype = weight, dtype  # the parameter, not a saved tensor: see ops/linear.py
-        ctx.in_parts = _multiplies_in_parts(inputs, weight, dtype)
-        if ctx.in_parts:
+        ctx.parts = parts if _multiplies_in_parts(inputs, weight, dtype) else None
+        if ctx.parts is not None:
             logits = _exact_product(inputs.reshape(-1, inputs.shape[-1]), weight.t())
             logits = logits.view(*inputs.shape[:-1], weight.shape[0])
             return logits if bias is None else logits.add_(bias)
@@ -51,25 +71,25 @@ class _RouterLogits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,), weight = ctx.saved_tensors, ctx.weight
-        needs_inputs, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         inputs_gradient = weight_gradient = bias_gradient = None
         rows = gradient.reshape(-1, weight.shape[0])
+        factor, accumulate = (rows, _accumulate_wide) if ctx.parts is None else (ctx.parts(rows), _accumulate_parts)
         if needs_inputs:
-            inputs_gradient = _inputs_gradient(rows, weight.detach(), ctx).to(inputs.dtype).view(inputs.shape)
+            inputs_gradient = _inputs_gradient(factor, weight.detach(), ctx).to(inputs.dtype).view(inputs.shape)
         if needs_weight:
             main_grad, columns = main_grad_accumulator(weight), inputs.detach().reshape(-1, weight.shape[1])
-            accumulate = _accumulate_parts if ctx.in_parts else _accumulate_wide
             if main_grad is None:
                 total = torch.zeros(weight.shape, dtype=ctx.dtype, device=weight.device)
-                accumulate(total, rows, columns)
+                accumulate(total, factor, columns)
                 weight_gradient = total.to(weight.dtype)
             else:
-                main_grad.add_grouped_product(rows, columns, accumulate)
+                main_grad.add_grouped_product(factor, columns, accumulate)
         if needs_bias:
             bias_gradient = rows.sum(0)
-        return inputs_gradient, weight_gradient, bias_gradient, None
+        return inputs_gradient, weight_gradient, bias_gradient, None, None
 
 
 def _multiplies_in_parts(inputs: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -82,29 +102,21 @@ def _exact_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left.float() @ right.float()
 
 
-def _parts(numbers: Tensor, count: int) -> list[Tensor]:
-    """Returns `count` bfloat16 tensors whose sum has 8 bits of float32 numbers for each of them."""
-    parts = []
-    for _ in range(count):
-        parts.append(numbers.bfloat16())
-        numbers = numbers - parts[-1]
-    return parts
-
-
-def _inputs_gradient(gradient: Tensor, weight: Tensor, ctx: AutogradContext) -> Tensor:
-    if not ctx.in_parts:
-        return gradient @ weight.to(ctx.dtype)
-    return torch.cat(_parts(gradient, 2), 1) @ weight.repeat(2, 1)  # rounded to bfloat16, so two parts are enough
+def _inputs_gradient(factor: Tensor, weight: Tensor, ctx: AutogradContext) -> Tensor:
+    if ctx.parts is None:
+        return factor @ weight.to(ctx.dtype)
+    return factor[:, : 2 * weight.shape[0]] @ weight.repeat(2, 1)  # rounded to bfloat16, so two parts are enough
 
 
 def _accumulate_parts(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
-    """Adds `factor` times left^T @ right to `total`: float32 [t, out] and bfloat16 [t, in] into [out, in]."""
-    product = _exact_product(torch.cat(_parts(left, 3), 1).t(), right)
+    """Adds `factor` times left^T @ right to `total`, with the left factor as `bfloat16_parts` returns it: bfloat16 [t,
+    3 out] and [t, in] into [out, in]."""
+    product = _exact_product(left.t(), right)
     total.add_(product.view(3, *total.shape).sum(0), alpha=factor)
 
 
 def _accumulate_wide(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
-    """Computes `_accumulate_parts` in the type of `total`."""
+    """Adds `factor` times left^T @ right to `total`, in its type: [t, out] and [t, in] into [out, in]."""
     total.addmm_(left.t().to(total.dtype), right.to(total.dtype), alpha=factor)
 
 
@@ -168,6 +180,30 @@ def choose_experts(
     if rule.factor:
         weights = weights * rule.factor
     return experts, weights
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The experts of tokens, and what load-balancing losses need to know of the choice."""
+
+    experts: Tensor
+    """int64 [t, k], best first."""
+    weights: Tensor
+    """[t, k], float32 at least."""
+    score_sums: Tensor | None = None
+    """`balance_sums` of the logits, [experts]; None: not computed."""
+    counts: Tensor | None = None
+    """`count_experts` of the choice, int64 [experts]; None: not computed."""
+
+
+def choose_and_count(
+    logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, real: Tensor | None = None
+) -> Choice:
+    """Returns `choose_experts` with the sums and counts of load-balancing losses. `real`, bool [t], tells which tokens
+    are summed and counted; None: all. Gradients reach the logits through weights and sums."""
+    experts, weights = choose_experts(logits, rule, bias)
+    counts = count_experts(experts, logits.shape[1], real)
+    return Choice(experts, weights, balance_sums(logits, rule.score_function, real), counts)
 
 
 def best(scores: Tensor, count: int) -> Tensor:

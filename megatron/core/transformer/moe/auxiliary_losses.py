@@ -27,12 +27,11 @@ LOSS_NAMES = {
 """Megatron-LM's names on the log line."""
 
 
-def micro_batch_loss(sums: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
+def micro_batch_loss(sums: Tensor, counts: Tensor, topk: int, share: MicroBatchShare) -> Tensor:
     """Returns this rank's part of E / (k T^2) sum_i P_i n_i over the T tokens of the micro-batch. P_i are `sums` [E] of
-    the scores of each expert (`balance_sums`), and n_i counts expert i in `experts` [t, k]. Padding does not count."""
-    chosen = all_reduce(count_experts(experts, sums.shape[0], share.real).double(), share.group).to(sums.dtype)
-    total = share.routed_total
-    return (sums * chosen).sum() * (sums.shape[0] / (experts.shape[1] * total**2))
+    the scores of each expert (`balance_sums`), and n_i are `counts` (`count_experts`), both without padding."""
+    chosen = all_reduce(counts.double(), share.group).to(sums.dtype)
+    return (sums * chosen).sum() * (sums.shape[0] / (topk * share.routed_total**2))
 
 
 def sequence_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
@@ -62,18 +61,15 @@ class GlobalBalance:
     """Sums of counts, float64 [experts]."""
     calls: int = 0
 
-    def loss(self, sums: Tensor, experts: Tensor, share: MicroBatchShare, everyone: Group) -> Tensor:
+    def loss(self, sums: Tensor, counts: Tensor, topk: int, share: MicroBatchShare, everyone: Group) -> Tensor:
         """Returns this rank's part of E / (k T T') sum_i P_i n_i. P_i are `sums` [E], as in `micro_batch_loss`. n_i are
         the tokens of expert i among the T' tokens that all ranks of `everyone` route together, as a mean over the
         micro-batches so far."""
-        real = share.real
-        counted = run_once_under_recompute(
-            (self, "counts"), lambda: self._count(count_experts(experts, sums.shape[0], real), everyone)
-        )
+        counted = run_once_under_recompute((self, "counts"), lambda: self._count(counts, everyone))
         mean = counted.to(sums.dtype)
-        everywhere = share.count * group_size(everyone) if real is None else counted.sum() / experts.shape[1]
+        everywhere = share.count * group_size(everyone) if share.real is None else counted.sum() / topk
         tokens = share.routed_total * everywhere
-        return (sums * mean).sum() * (sums.shape[0] / (experts.shape[1] * tokens))
+        return (sums * mean).sum() * (sums.shape[0] / (topk * tokens))
 
     def _count(self, chosen: Tensor, everyone: Group) -> Tensor:
         counts = all_reduce(chosen.double(), everyone)

@@ -10,7 +10,7 @@ from megatron.core.communication.collectives import group_rank, group_size
 from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Initializer
-from megatron.core.ops.moe.routing import best, router_logits
+from megatron.core.ops.moe.routing import best
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
@@ -60,7 +60,8 @@ class Router(MegatronModule):
         if self.config.moe_router_dtype is None:
             return self.backend.matrices.linear(input, self.weight, self.bias)
         wide = torch.promote_types(_WIDTHS[self.config.moe_router_dtype], input.dtype)
-        return router_logits(input, self.weight, self.bias, torch.promote_types(wide, self.weight.dtype))
+        dtype = torch.promote_types(wide, self.weight.dtype)
+        return self.backend.experts.router_logits(input, self.weight, self.bias, dtype)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns weights [t, experts] and a bool map [t, experts] with at most `topk` experts per token, for the

@@ -10,6 +10,7 @@ from megatron.core.backends import Backend, choose_backend
 from megatron.core.exceptions import UserError
 from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.ops.moe.operations import ExpertOps
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.tokens import Tokens
@@ -71,6 +72,7 @@ class MoELayer(MegatronModule):
         self.pg_collection = groups = groups_or_default(pg_collection)
         backend = backend or choose_backend(config)
         offer = {"backend": backend}
+        self.ops = backend.experts
         self.router = build_module(
             submodules.router or TopKRouter, config, groups, offer={**offer, "layer_number": layer_number}
         )
@@ -104,26 +106,32 @@ class MoELayer(MegatronModule):
         """Sets the layer's number, counted over the whole model from 1."""
         self.router.set_layer_number(layer_number)
 
-    def forward(self, hidden_states: Tensor, inputs: LayerInputs | None = None) -> tuple[Tensor, None]:
-        """Returns (output, None) for this rank's tokens, [t, h] or [s, b, h]; the output has the same shape.
+    def forward(
+        self, hidden_states: Tensor, inputs: LayerInputs | None = None, residual: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Returns (output, None) for this rank's tokens, [t, h] or [s, b, h]; the output has the same shape. With a
+        `residual` of this shape it returns their sum.
 
         Without `inputs` the tokens are whole rows of [s, b, h], and auxiliary losses have the scale 1.
         """
         self._refuse_shared_tokens()
         hidden = hidden_states.view(-1, hidden_states.shape[-1])  # [t, h]
         inputs = inputs or LayerInputs(self._whole_rows(hidden_states))
-        routing = self.router.route(hidden, inputs)
+        shared = _Shared(self.shared_experts, self.config, self.ops)
+        read = self.ops.read_input(hidden, shared.gate_weight)
+        routing = self.router.route(read.for_router, inputs)
         exchange = self.token_dispatcher.plan(routing, inputs.turn)
-        exchange.start_dispatch(hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)[0])
-        shared = _Shared(self.shared_experts, hidden, self.config)
-        shared.during_dispatch()
+        sent = read.for_dispatch if self.fc1_latent_proj is None else self.fc1_latent_proj(read.for_dispatch)[0]
+        exchange.start_dispatch(sent)
+        shared.during_dispatch(read.for_shared)
         exchange.start_combine(self._results_of(exchange))
         shared.during_combine()
         output = exchange.finish_combine()
         if self.fc2_latent_proj is not None:
             latent_output, bias = self.fc2_latent_proj(output)
             output = latent_output if bias is None else latent_output + bias
-        return shared.added_to(output).view(hidden_states.shape), None
+        residual = None if residual is None else residual.view(hidden.shape)
+        return shared.added_to(output, read.gate_logits, residual).view(hidden_states.shape), None
 
     def _results_of(self, exchange: DispatchCombine) -> Tensor:
         """Runs the experts. The rows are freed before the results are sent."""
@@ -148,30 +156,38 @@ class MoELayer(MegatronModule):
 class _Shared:
     """The shared experts of one micro-batch: computed in two halves during the exchanges, or after them."""
 
-    def __init__(self, experts: nn.Module | None, hidden: Tensor, config: TransformerConfig) -> None:
-        self.experts, self.hidden = experts, hidden
+    def __init__(self, experts: nn.Module | None, config: TransformerConfig, ops: ExpertOps) -> None:
+        self.experts, self.ops = experts, ops
         self.overlaps = config.moe_shared_expert_overlap and experts is not None
         # Recomputed shared experts run as one: nothing between the halves is kept for backward.
         recomputed = config.recompute_granularity == "selective" and "shared_experts" in (
             config.recompute_modules or ()
         )
-        self.in_halves = isinstance(experts, SharedExpertMLP) and not recomputed
+        self.halves = experts if isinstance(experts, SharedExpertMLP) and not recomputed else None
+        self.gate_weight = None if self.halves is None else self.halves.gate_weight
+        """The weight of a gate that the layer computes; None: no gate, or the experts compute it."""
+        self.hidden: Tensor
         self.output: Tensor | None = None
 
-    def during_dispatch(self) -> None:
+    def during_dispatch(self, hidden: Tensor) -> None:
+        self.hidden = hidden
         if self.overlaps:
-            assert self.experts is not None
-            compute = self.experts.first_half if self.in_halves else self.experts
-            self.output = compute(self.hidden)  # type: ignore[operator]
+            self.output = self._whole() if self.halves is None else self.halves.first_half(hidden)
 
     def during_combine(self) -> None:
-        if self.overlaps and self.in_halves:
-            assert self.experts is not None
-            self.output = self.experts.second_half(self.hidden, self.output)  # type: ignore[operator]
+        if self.overlaps and self.halves is not None:
+            assert self.output is not None
+            self.output = self.halves.second_half(self.output)
 
-    def added_to(self, output: Tensor) -> Tensor:
+    def added_to(self, output: Tensor, gate_logits: Tensor | None, residual: Tensor | None) -> Tensor:
         if self.experts is None:
-            return output
-        shared = self.output if self.overlaps else self.experts(self.hidden)
-        assert shared is not None
-        return output + shared
+            return output if residual is None else residual + output
+        if not self.overlaps:
+            halves = self.halves
+            self.output = self._whole() if halves is None else halves.second_half(halves.first_half(self.hidden))
+        return self.ops.add_shared(output, self.output, gate_logits, residual)
+
+    def _whole(self) -> Tensor:
+        assert self.experts is not None
+        output: Tensor = self.experts(self.hidden)
+        return output

@@ -13,10 +13,12 @@ from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Constant
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.moe.routing import (
+    Choice,
     RoutingRule,
     balance_scores,
     balance_sums,
     choose_experts,
+    count_experts,
     sinkhorn,
     straight_through,
     within_capacity,
@@ -106,14 +108,18 @@ class TopKRouter(Router):
         if self._adds_losses and self.config.moe_z_loss_coeff:
             value = z_loss(logits, share)
             logits = self._attach(logits, "z_loss", value, self.config.moe_z_loss_coeff, share, scale)
-        experts, weights = self._choose(logits, share)
+        choice = self._choose(logits, share)
+        experts, weights = choice.experts, choice.weights
         if self.observers and torch.is_grad_enabled():
             noted = self, hidden, logits, experts, weights
             run_once_under_recompute((self, "observers"), lambda: [observe(*noted) for observe in self.observers])
         if self._adds_losses and self.balance:
-            weights = self._balanced(experts, weights, logits, share, scale)
+            weights = self._balanced(choice, logits, share, scale)
         routing = self._within_capacity(experts, weights, share)
-        routing = dataclasses.replace(routing, counts=routing.tokens_per_expert(self.num_experts))
+        counts = choice.counts if routing.kept is None else None
+        routing = dataclasses.replace(
+            routing, counts=routing.tokens_per_expert(self.num_experts) if counts is None else counts
+        )
         if torch.is_grad_enabled():
             run_once_under_recompute((self, "token counts"), lambda: self._count(routing, share.real))
         return routing
@@ -164,16 +170,17 @@ class TopKRouter(Router):
         noise = token_uniform(place, hidden.shape[1])
         return hidden * (1.0 + width * (2.0 * noise - 1.0)).to(hidden.dtype)
 
-    def _choose(self, logits: Tensor, share: MicroBatchShare) -> tuple[Tensor, Tensor]:
-        """Returns experts and weights [t, k]."""
+    def _choose(self, logits: Tensor, share: MicroBatchShare) -> Choice:
         if self.uses_sinkhorn:
-            return self._choose_by_sinkhorn(logits, share)
+            return Choice(*self._choose_by_sinkhorn(logits, share))
+        if self.replay is None and self._adds_losses and self.balance.keys() & {"aux_loss", "global_aux_loss"}:
+            return self.backend.experts.choose_and_count(logits, self.rule, self.expert_bias, share.real)
         if self.replay is None:
-            return self.backend.experts.choose_experts(logits, self.rule, self.expert_bias)
+            return Choice(*self.backend.experts.choose_experts(logits, self.rule, self.expert_bias))
         given = self.replay.given(logits.shape[0], self.topk)
         experts, weights = choose_experts(logits, self.rule, self.expert_bias, given)
         self.replay.note(experts)
-        return experts, weights
+        return Choice(experts, weights)
 
     def _choose_by_sinkhorn(self, logits: Tensor, share: MicroBatchShare) -> tuple[Tensor, Tensor]:
         if share.real is not None:
@@ -220,26 +227,28 @@ class TopKRouter(Router):
     def _adds_losses(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
-    def _balanced(
-        self, experts: Tensor, weights: Tensor, logits: Tensor, share: MicroBatchShare, scale: Tensor | None
-    ) -> Tensor:
-        function = self.rule.score_function
+    def _balanced(self, choice: Choice, logits: Tensor, share: MicroBatchShare, scale: Tensor | None) -> Tensor:
+        weights = choice.weights
         # Balance is measured without bias and groups.
         if self.expert_bias is not None or self.rule.num_groups is not None:
-            experts = self.backend.experts.best(balance_scores(logits.detach(), function), self.topk)
+            scores = balance_scores(logits.detach(), self.rule.score_function)
+            choice = dataclasses.replace(choice, experts=self.backend.experts.best(scores, self.topk), counts=None)
         for kind, coefficient in self.balance.items():
-            value = self._balance_loss(kind, logits, experts, share)
+            value = self._balance_loss(kind, logits, choice, share)
             weights = self._attach(weights, kind, value, coefficient, share, scale)
         return weights
 
-    def _balance_loss(self, kind: str, logits: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
-        function = self.rule.score_function
+    def _balance_loss(self, kind: str, logits: Tensor, choice: Choice, share: MicroBatchShare) -> Tensor:
+        function, sums, counts = self.rule.score_function, choice.score_sums, choice.counts
         if kind == "seq_aux_loss":
-            return sequence_loss(balance_scores(logits, function), experts, share)
-        sums = balance_sums(logits, function, share.real)
+            return sequence_loss(balance_scores(logits, function), choice.experts, share)
+        if sums is None:
+            sums = balance_sums(logits, function, share.real)
+        if counts is None:
+            counts = count_experts(choice.experts, self.num_experts, share.real)
         if kind == "global_aux_loss":
-            return self.global_balance.loss(sums, experts, share, self.groups.tp_dp_cp)
-        return micro_batch_loss(sums, experts, share)
+            return self.global_balance.loss(sums, counts, self.topk, share, self.groups.tp_dp_cp)
+        return micro_batch_loss(sums, counts, self.topk, share)
 
     def _attach(
         self,

@@ -40,18 +40,17 @@ class SharedExpertMLP(MLP):
     def forward(self, hidden_states: Tensor, *unused: Any, **also_unused: Any) -> Tensor:  # type: ignore[override]
         """Returns the output [t, h] for hidden states [t, h]; under sequence parallelism both are this rank's
         tokens."""
-        return self.second_half(hidden_states, self.first_half(hidden_states))
+        output = self.second_half(self.first_half(hidden_states))
+        if self.gate_weight is None:
+            return output
+        return output * torch.sigmoid(self.backend.matrices.linear(hidden_states, self.gate_weight))
 
     def first_half(self, hidden_states: Tensor) -> Tensor:
         """Computes everything up to the activation."""
         product, bias = self.linear_fc1(hidden_states)
         return self.activate(product, bias)
 
-    def second_half(self, hidden_states: Tensor, activated: Tensor) -> Tensor:
-        """Computes the rest, from the result of `first_half` and its input `hidden_states`."""
+    def second_half(self, activated: Tensor) -> Tensor:
+        """Computes the rest up to the gate, from the result of `first_half`."""
         output, bias = self.linear_fc2(activated)
-        if bias is not None:
-            output = output + bias
-        if self.gate_weight is None:
-            return output
-        return output * torch.sigmoid(self.backend.matrices.linear(hidden_states, self.gate_weight))
+        return output if bias is None else output + bias

@@ -15,6 +15,7 @@ from megatron.core.ops.moe.routing import (
     RoutingRule,
     balance_scores,
     best,
+    choose_and_count,
     choose_experts,
     router_logits,
     sinkhorn,
@@ -118,6 +119,18 @@ def test_experts_outside_of_the_best_groups_are_out() -> None:
     scores = torch.tensor([[3.0, -9.0, 1.0, 1.5, 2.0, 0.0]])
     assert within_best_groups(scores, 3, 1, 1).tolist() == [[3.0, -9.0] + [-math.inf] * 4]
     assert within_best_groups(scores, 3, 1, 2).tolist() == [[-math.inf] * 2 + [1.0, 1.5] + [-math.inf] * 2]
+
+
+def test_a_choice_is_summed_and_counted() -> None:
+    logits, real = numbers(9, EXPERTS), torch.arange(9) % 4 != 1
+    choice = choose_and_count(logits, RoutingRule(2), None, real)
+    experts, weights = choose_experts(logits, RoutingRule(2))
+    assert torch.equal(choice.experts, experts) and torch.equal(choice.weights, weights)
+    assert (
+        choice.counts is not None
+        and choice.counts.tolist() == experts[real].flatten().bincount(minlength=EXPERTS).tolist()
+    )
+    torch.testing.assert_close(choice.score_sums, torch.softmax(logits, 1)[real].sum(0))
 
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])

@@ -30,16 +30,18 @@ def test_a_sample_is_a_sequence_also_where_a_packed_row_has_several() -> None:
     by_sample = torch.arange(S * B).view(S, B).t().flatten()
     value = sequence_loss(scores[by_sample], experts[by_sample], share(packed))
     torch.testing.assert_close(value, sequence_loss(scores, experts, share()))
-    assert not torch.isclose(value, micro_batch_loss(scores.sum(0), experts, share()), rtol=1e-6)
+    assert not torch.isclose(
+        value, micro_batch_loss(scores.sum(0), count_experts(experts, EXPERTS), K, share()), rtol=1e-6
+    )
 
 
 def test_what_is_evenly_loaded_has_the_value_one() -> None:
     scores = torch.full((S * B, EXPERTS), 1 / EXPERTS, dtype=torch.float64)
     experts = (torch.arange(S * B)[:, None] // B * K + torch.arange(K)) % EXPERTS
     for value in (
-        micro_batch_loss(scores.sum(0), experts, share()),
+        micro_batch_loss(scores.sum(0), count_experts(experts, EXPERTS), K, share()),
         sequence_loss(scores, experts, share()),
-        GlobalBalance().loss(scores.sum(0), experts, share(), None),
+        GlobalBalance().loss(scores.sum(0), count_experts(experts, EXPERTS), K, share(), None),
     ):
         assert float(value) == pytest.approx(1.0)
 
@@ -48,13 +50,14 @@ def test_of_the_global_batch_so_far() -> None:
     seen, tracker = torch.zeros(EXPERTS, dtype=torch.float64), GlobalBalance()
     for step in range(3):
         scores, experts = problem(step)
-        seen += count_experts(experts, EXPERTS)
+        counts = count_experts(experts, EXPERTS)
+        seen += counts
         expected = EXPERTS / (K * (S * B) ** 2) * float((scores.sum(0) * seen / (step + 1)).sum())
-        assert float(tracker.loss(scores.sum(0), experts, share(), None)) == pytest.approx(expected, rel=1e-12)
+        assert float(tracker.loss(scores.sum(0), counts, K, share(), None)) == pytest.approx(expected, rel=1e-12)
     tracker.reset()
     scores, experts = problem(7)
-    value = tracker.loss(scores.sum(0), experts, share(), None)
-    torch.testing.assert_close(value, micro_batch_loss(scores.sum(0), experts, share()))
+    value = tracker.loss(scores.sum(0), count_experts(experts, EXPERTS), K, share(), None)
+    torch.testing.assert_close(value, micro_batch_loss(scores.sum(0), count_experts(experts, EXPERTS), K, share()))
 
 
 def test_coefficients_go_with_types() -> None:
