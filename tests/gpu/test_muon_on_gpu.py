@@ -7,7 +7,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    "check", ["symmetric_products", "orthogonal_matrices", "matrices_of_several_shapes", "updates"]
+    "check",
+    ["symmetric_products", "products_in_two_parts", "orthogonal_matrices", "matrices_of_several_shapes", "updates"],
 )
 def test_the_kernels_agree_with_their_definitions(check: str) -> None:
     getattr(muon_kernels, check)()

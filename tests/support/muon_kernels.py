@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.core.ops.symmetric_product_triton import symmetric_product_triton
 from megatron.core.optimizer import muon_triton
 from megatron.core.optimizer.gram_newton_schulz import newton_schulz_in_float16
-from megatron.core.optimizer.muon_triton import update_momentum_triton, update_weights_triton
+from megatron.core.optimizer.muon_triton import product_in_two_parts, update_momentum_triton, update_weights_triton
 from megatron.core.optimizer.newton_schulz import newton_schulz
 from megatron.core.optimizer.segments import StepInputs
 
@@ -36,16 +36,35 @@ def symmetric_products() -> None:
         matrices = _random(n, size, 2 * inner).half()[..., :inner]
         wide = matrices.double()
         for stored in (matrices, matrices.mT.contiguous().mT, matrices.contiguous()):
-            gram = symmetric_product_triton(stored, stored, 0.125)
+            rest = torch.full((n, size, size), torch.nan, dtype=torch.float16, device=DEVICE)
+            gram = symmetric_product_triton(stored, stored, 0.125, low=rest)
             _agree(gram, 0.125 * wide @ wide.mT)
-        made = symmetric_product_triton(gram, gram, 0.5, gram, -2.0, 3.0)
+            _agree(gram.double() + rest, 0.125 * wide @ wide.mT, 1e-5)
+            assert torch.equal(gram, symmetric_product_triton(stored, stored, 0.125))
+        made, low = torch.empty_like(gram), torch.full_like(gram, torch.nan)
+        symmetric_product_triton(gram, gram, 0.5, gram, -2.0, 3.0, made, low)
         exact = gram.double()
-        _agree(made, 0.5 * exact @ exact - 2.0 * exact + 3.0 * torch.eye(size, device=DEVICE))
-        assert torch.equal(made, made.mT)
+        polynomial = 0.5 * exact @ exact - 2.0 * exact + 3.0 * torch.eye(size, device=DEVICE)
+        _agree(made, polynomial)
+        _agree(made.double() + low, polynomial, 1e-5)
+        assert torch.equal(made, made.mT) and torch.equal(low, low.mT)
 
 
-def _agree(found: Tensor, expected: Tensor) -> None:
-    assert (found.double() - expected).norm() <= 4e-4 * expected.norm()  # results are rounded to 11 bits
+def products_in_two_parts() -> None:
+    """The two parts of a product together have the bits of float32's sums, also those of the second factor's."""
+    for n, size in ((1, 16), (2, 48), *(((2, 256),) if ON_GPU else ())):
+        left, whole = _random(n, size, size).half(), _random(n, size, size + 1)[..., 1:]
+        high = whole.half()
+        rest = (whole - high).half()
+        product, low = product_in_two_parts(left, high, rest)
+        expected = left.double() @ (high.double() + rest.double())
+        _agree(product, expected)
+        _agree(product.double() + low, expected, 1e-5)
+
+
+def _agree(found: Tensor, expected: Tensor, limit: float = 4e-4) -> None:
+    """Results are rounded to 11 bits."""
+    assert (found.double() - expected).norm() <= limit * expected.norm()
 
 
 def orthogonal_matrices() -> None:

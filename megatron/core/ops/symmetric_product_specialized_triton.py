@@ -102,9 +102,17 @@ def _store(output_tiles, value, row, column, base, staging, WHICH: gl.constexpr,
 
 
 @gluon.jit
+def _store_both(output_tiles, values, row, column, base, staging, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Stores the two pieces of [64, 128] values."""
+    left, right = values.reshape([ROWS, 2, ROWS]).permute((0, 2, 1)).split()
+    _store(output_tiles, left, row, column, base, staging, WHICH, 0)
+    _store(output_tiles, right, row, column + ROWS, base, staging, WHICH, 2)
+
+
+@gluon.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    output_tiles, added, a, b, staging, full, empty, tiles, across, size, blocks, alpha, beta, gamma,
-    TRANSPOSED: gl.constexpr, ADDS: gl.constexpr, WHICH: gl.constexpr,
+    output_tiles, low_tiles, added, a, b, staging, full, empty, tiles, across, size, blocks, alpha, beta, gamma,
+    TRANSPOSED: gl.constexpr, ADDS: gl.constexpr, LOW: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Computes the first (WHICH is 0) or the last ROWS rows of each tile."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
@@ -136,16 +144,18 @@ def _multiply(  # type: ignore[no-untyped-def]
                 gl.float32
             )
             total += gl.where(lines[:, None] == columns[None, :], gamma, 0.0)
-        low, high = total.to(output_tiles.dtype).reshape([ROWS, 2, ROWS]).permute((0, 2, 1)).split()
-        _store(output_tiles, low, at, column * TILE, base, staging, WHICH, 0)
-        _store(output_tiles, high, at, column * TILE + ROWS, base, staging, WHICH, 2)
+        rounded = total.to(output_tiles.dtype)
+        _store_both(output_tiles, rounded, at, column * TILE, base, staging, WHICH)
+        if LOW:
+            rest = (total - rounded.to(gl.float32)).to(output_tiles.dtype)
+            _store_both(low_tiles, rest, at, column * TILE, base, staging, WHICH)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _symmetric_product_specialized_kernel(  # type: ignore[no-untyped-def]
-    output_tiles, left_tiles, right_tiles, added, tiles, across, size, blocks, alpha, beta, gamma,
-    TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
+    output_tiles, low_tiles, left_tiles, right_tiles, added, tiles, across, size, blocks, alpha, beta, gamma,
+    TRANSPOSED: gl.constexpr, ADDS: gl.constexpr, LOW: gl.constexpr,
 ):  # fmt: skip
     a = gl.allocate_shared_memory(left_tiles.dtype, [STAGES * 2, ROWS, CHANNELS], left_tiles.layout)
     b_shape: gl.constexpr = [STAGES, CHANNELS, TILE] if TRANSPOSED else [STAGES, TILE, CHANNELS]
@@ -154,10 +164,10 @@ def _symmetric_product_specialized_kernel(  # type: ignore[no-untyped-def]
     full, empty = ring_barriers(STAGES, 2)
     gl.warp_specialize(
         [
-            (_multiply, (output_tiles, added, a, b, staging, full, empty, tiles, across, size, blocks, alpha, beta,
-             gamma, TRANSPOSED, ADDS, 0)),
-            (_multiply, (output_tiles, added, a, b, staging, full, empty, tiles, across, size, blocks, alpha, beta,
-             gamma, TRANSPOSED, ADDS, 1)),
+            (_multiply, (output_tiles, low_tiles, added, a, b, staging, full, empty, tiles, across, size, blocks,
+             alpha, beta, gamma, TRANSPOSED, ADDS, LOW, 0)),
+            (_multiply, (output_tiles, low_tiles, added, a, b, staging, full, empty, tiles, across, size, blocks,
+             alpha, beta, gamma, TRANSPOSED, ADDS, LOW, 1)),
             (_load_tiles, (left_tiles, right_tiles, a, b, full, empty, tiles, across, size, blocks, TRANSPOSED)),
         ],
         [4, 1],  # warps of the second and the third task; the first runs on the program's own four
@@ -180,9 +190,16 @@ def takes(left: Tensor, right: Tensor) -> bool:
 
 
 def symmetric_product_specialized(
-    output: Tensor, left: Tensor, right: Tensor, alpha: float, added: Tensor | None, beta: float, gamma: float
+    output: Tensor,
+    low: Tensor | None,
+    left: Tensor,
+    right: Tensor,
+    alpha: float,
+    added: Tensor | None,
+    beta: float,
+    gamma: float,
 ) -> None:
-    """Computes `symmetric_product_triton` of factors that `takes` accepts into `output`."""
+    """Computes `symmetric_product_triton` of factors that `takes` accepts into `output` and `low`."""
     n, size, inner = left.shape
     transposed = not left.is_contiguous()
     left, right = (one.mT if transposed else one for one in (left, right))
@@ -190,8 +207,9 @@ def symmetric_product_specialized(
     across = size // TILE.value
     tiles = n * across * (across + 1) // 2
     _symmetric_product_specialized_kernel[(min(tiles, num_multiprocessors(left.device)),)](
-        _tiles(output), _tiles(left), _tiles(right, *block), output if added is None else added, tiles, across, size,
-        inner // CHANNELS.value, alpha, beta, gamma, TRANSPOSED=transposed, ADDS=added is not None, num_warps=4,
+        _tiles(output), _tiles(output if low is None else low), _tiles(left), _tiles(right, *block),
+        output if added is None else added, tiles, across, size, inner // CHANNELS.value, alpha, beta, gamma,
+        TRANSPOSED=transposed, ADDS=added is not None, LOW=low is not None, num_warps=4,
     )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 @triton.jit
 def _symmetric_product_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    output, left, right, added, size, inner, left_n, left_row, left_k, right_n, right_row, right_k, alpha, beta, gamma,
-    ADDS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    output, low, left, right, added, size, inner, left_n, left_row, left_k, right_n, right_row, right_k,
+    alpha, beta, gamma, ADDS: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Computes a tile [ROWS, ROWS] of the lower triangle, and writes it and its mirror image."""
     pair, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -39,10 +39,15 @@ def _symmetric_product_kernel(  # type: ignore[no-untyped-def]  # Triton would e
         total += beta * tl.load(added + at, mask=present, other=0.0).to(tl.float32)
         total += tl.where(row[:, None] == column[None, :], gamma, 0.0)
     result = total.to(output.dtype.element_ty)
-    tl.store(output + at, result, mask=present & (row[:, None] >= column[None, :]))
     mirrored = n * size * size + column[:, None].to(tl.int64) * size + row[None, :]
-    there = (column < size)[:, None] & (row < size)[None, :]
-    tl.store(output + mirrored, tl.trans(result), mask=there & (column[:, None] < row[None, :]))
+    below = present & (row[:, None] >= column[None, :])
+    above = (column < size)[:, None] & (row < size)[None, :] & (column[:, None] < row[None, :])
+    tl.store(output + at, result, mask=below)
+    tl.store(output + mirrored, tl.trans(result), mask=above)
+    if LOW:
+        rest = (total - result.to(tl.float32)).to(output.dtype.element_ty)
+        tl.store(low + at, rest, mask=below)
+        tl.store(low + mirrored, tl.trans(rest), mask=above)
 
 
 def symmetric_product_triton(
@@ -53,21 +58,22 @@ def symmetric_product_triton(
     beta: float = 0.0,
     gamma: float = 0.0,
     output: Tensor | None = None,
+    low: Tensor | None = None,
 ) -> Tensor:
     """Returns alpha left @ right^T + beta added + gamma I for [n, r, k] matrices whose product is symmetric, computed
-    from its lower triangle: half the work of a product. `added` is symmetric. Sums are in float32. `output`, if given,
-    is a contiguous tensor for the result."""
+    from its lower triangle: half the work of a product. Of `added` the lower triangle is read. Sums are in float32.
+    `output`, if given, is a contiguous tensor for the result, and `low` one for what its rounding left out."""
     n, size, inner = left.shape
     output = left.new_empty(n, size, size) if output is None else output
     specialized = gluon_kernel("symmetric_product_specialized_triton")
     if specialized is not None and left.is_cuda and specialized.takes(left, right):
-        specialized.symmetric_product_specialized(output, left, right, alpha, added, beta, gamma)
+        specialized.symmetric_product_specialized(output, low, left, right, alpha, added, beta, gamma)
         return output
     rows = 128 if size >= 128 else max(16, next_power_of_2(size))
     tiles = cdiv(size, rows)
     _symmetric_product_kernel[(tiles * (tiles + 1) // 2, n)](
-        output, left, right, output if added is None else added, size, inner, *left.stride(), *right.stride(),
-        alpha, beta, gamma,
-        ADDS=added is not None, ROWS=rows, INNER=64, num_warps=8, num_stages=4,
+        output, output if low is None else low, left, right, output if added is None else added, size, inner,
+        *left.stride(), *right.stride(), alpha, beta, gamma,
+        ADDS=added is not None, LOW=low is not None, ROWS=rows, INNER=64, num_warps=8, num_stages=4,
     )  # fmt: skip
     return output

@@ -96,6 +96,29 @@ def round_normalized(matrices: Tensor, output: Tensor, scale: float, margin: flo
 
 
 @triton.jit
+def _two_parts_kernel(high, low, values, added, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = at < size
+    total = tl.load(values + at, mask=valid) + tl.load(added + at, mask=valid).to(tl.float32)
+    rounded = total.to(high.dtype.element_ty)
+    tl.store(high + at, rounded, mask=valid)
+    tl.store(low + at, (total - rounded.to(tl.float32)).to(low.dtype.element_ty), mask=valid)
+
+
+def product_in_two_parts(left: Tensor, high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns left @ (high + low) of float16 matrices [n, r, r] in float16, and what its rounding left out. `low` is so
+    small that its product needs no second part."""
+    if left.device.type == "cuda":
+        product = torch.bmm(left, high, out_dtype=torch.float32)
+    else:
+        product = torch.bmm(left.float(), high.float())
+    added = torch.bmm(left, low)
+    size, rest = added.numel(), torch.empty_like(added)
+    _two_parts_kernel[(cdiv(size, _BLOCK),)](added, rest, product, added, size, BLOCK=_BLOCK)
+    return added, rest
+
+
+@triton.jit
 def _weights_kernel(  # type: ignore[no-untyped-def]
     weights, rounded, updates, lr, skip, decay, size,
     DECOUPLED: tl.constexpr, DECAY_ON_DEVICE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,

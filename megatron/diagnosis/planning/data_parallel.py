@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.distributed.sharding_strategy import ShardingStrategy, sharding_strategy_of
+from megatron.core.optimizer.gram_newton_schulz import operations
 from megatron.diagnosis.planning.cluster import Cluster
 from megatron.diagnosis.planning.exposed import slowed_by
 from megatron.diagnosis.planning.figures import Figure, total
@@ -60,16 +61,15 @@ def step_end(
     return StepEnd(exposed, elementwise_rate(cluster.gpu).per(own * bytes_of_update(run)))
 
 
-_MUON = Figure(0.95, "two rows with muon in benchmarks/results/h200.json", 0.2)
-"""Part of a GPU's peak at which Muon's products take place, counted as if symmetric ones were computed whole."""
+_MUON = Figure(0.5, "estimate from the kernels of two rows with muon in benchmarks/results/h200.json", 0.3)
+"""Part of a GPU's peak at which Muon's products take place. It contains what they cost the steps around them: a GPU at
+its limit of power lowers its clock."""
 
 
 def muon_products(run: PretrainConfig, gpu: Gpu, matrices: Mapping[tuple[int, int], int], rank: int) -> Figure:
     """Returns the time in which Muon orthogonalises the updates of a rank's matrices [rows, columns], by number."""
-    flops = 0.0
-    for (rows, columns), count in matrices.items():
-        small, large = sorted((rows, columns))
-        flops += count * run.optimizer.muon_num_ns_steps * (4.0 * small**2 * large + 2.0 * small**3)
+    steps = run.optimizer.muon_num_ns_steps
+    flops = sum(count * operations(rows, columns, steps) for (rows, columns), count in matrices.items())
     strategy = sharding_strategy_of(run.ddp)
     shards = len(run.grid.named_group("dp_cp", rank)) if strategy.shards_state else 1
     seconds = flops / shards / (_MUON.value * gpu.bf16_peak.value)

@@ -36,7 +36,10 @@ CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "ops/symmetric_product_triton.py": (muon_kernels, ["symmetric_products"]),
     "ops/sum_rows_triton.py": (elementwise_kernels, ["sums", "biases"]),
     "optimizer/adam_triton.py": (elementwise_kernels, ["updates", "stored_updates"]),
-    "optimizer/muon_triton.py": (muon_kernels, ["orthogonal_matrices", "matrices_of_several_shapes", "updates"]),
+    "optimizer/muon_triton.py": (
+        muon_kernels,
+        ["orthogonal_matrices", "matrices_of_several_shapes", "products_in_two_parts", "updates"],
+    ),
 }
 
 
