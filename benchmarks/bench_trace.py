@@ -24,14 +24,14 @@ _KINDS = {
     "state space layers": r"_causal_conv|_chunk_factors|^_(scan|states?|queries|keys|steps)_"
     r"|^_(state|pair|query|key|decay)_gradients",
     "norms": r"_norm_|layer_norm",
-    "activations": r"_activation_",
-    "rotary positions, packed gradients": r"_rope|_join|CatArray",
+    "activations": r"_activation_|_output_gate_",
+    "rotary positions, packed gradients": r"_rope|CatArray",
     "dropout, biases, residuals": r"^_apply_kernel|_keep_",
     "loss": r"_statistics|_gradient_kernel",
     "update and gradient norm": r"_adam|_weights_kernel|_momentum_kernel|LpNorm|lpnorm|FusedAdam|multi_tensor_apply",
     "fp8 casts and scales": r"_cast_(kernel|both|groups|tiles)|_largest|_(lines|squares)_kernel|_transpose_kernel",
-    "routing and dispatch": r"^_(rows|spread|tokens|place)_|_count_|_best_|_choice_|scatter|[sS]ort",
-    "sums": r"CUDAFunctor_add|^_add_|_sum_rows",
+    "routing and dispatch": r"^_(rows|spread|tokens|place|parts)_|_count_|_best_|_choice_|scatter|[sS]ort",
+    "sums": r"CUDAFunctor_add|^_add_|^_sum_",
 }
 """Kinds of kernels, by their names; the first that fits counts."""
 _PARTS = ("step", "computing", "exposed_communication", "exposed_copies", "idle", "communicating")

@@ -73,7 +73,35 @@ def columns(device: str) -> Tensor:
     return kernel("recurrence", "gated_rms_norm")(inputs, gate, weight, 1e-5, False) + other[..., :8]
 
 
-KERNELS = [norm, layer_norm, linear, losses, head, embedding, gated_norm, columns]
+def output_gate(device: str) -> Tensor:
+    _, gate = split_columns(_of(device, T, 1, 2, H) * 1.0, (8, 24))
+    return kernel("attention", "gate_output")(_of(device, T, 1, 48), gate)
+
+
+def shared_experts(device: str) -> Tensor:
+    hidden = _of(device, T, H) * 1.0
+    read = kernel("experts", "read_input")(hidden, _of(device, 1, H))
+    routed, shared = read.for_router * read.for_dispatch, read.for_shared * 2.0
+    return kernel("experts", "add_shared")(routed, shared, read.gate_logits, hidden)
+
+
+def router(device: str) -> Tensor:
+    return kernel("experts", "router_logits")(_of(device, T, H), _of(device, V, H), None, torch.float32)
+
+
+KERNELS = [
+    norm,
+    layer_norm,
+    linear,
+    losses,
+    head,
+    embedding,
+    gated_norm,
+    columns,
+    output_gate,
+    shared_experts,
+    router,
+]
 
 
 def counted(run: Callable[[str], Tensor], device: str) -> tuple[int, int, int]:

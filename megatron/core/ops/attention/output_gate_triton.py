@@ -17,7 +17,7 @@ _ELEMENTS = 2048
 
 
 @triton.jit
-def _gate_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+def _output_gate_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
     output, context, gate, rows, batch, groups, width, gate_s, gate_b, gate_g,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +31,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
 
 
 @triton.jit
-def _gate_backward_kernel(  # type: ignore[no-untyped-def]
+def _output_gate_backward_kernel(  # type: ignore[no-untyped-def]
     context_gradient, gate_gradient, gradient, context, gate, rows, batch, groups, width,
     gate_s, gate_b, gate_g, target_s, target_b, target_g, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ class _GateOutput(torch.autograd.Function):
         ctx.new_gradient = new_gradient_of(gate)
         gate = gate if gate.stride(-1) == 1 else gate.contiguous()
         output, (grid, tile) = torch.empty(context.shape, dtype=context.dtype, device=context.device), _tiles(gate)
-        _gate_kernel[grid](output, context.contiguous(), gate, *_sizes(gate), *gate.stride()[:3], **tile)
+        _output_gate_kernel[grid](output, context.contiguous(), gate, *_sizes(gate), *gate.stride()[:3], **tile)
         return output
 
     @staticmethod
@@ -71,7 +71,7 @@ class _GateOutput(torch.autograd.Function):
         gate = gate if gate.stride(-1) == 1 else gate.contiguous()
         context_gradient = torch.empty(context.shape, dtype=context.dtype, device=context.device)
         gate_gradient, (grid, tile) = ctx.new_gradient(), _tiles(gate)
-        _gate_backward_kernel[grid](
+        _output_gate_backward_kernel[grid](
             context_gradient, gate_gradient, gradient.contiguous(), context.contiguous(), gate, *_sizes(gate),
             *gate.stride()[:3], *gate_gradient.stride()[:3], **tile,
         )  # fmt: skip

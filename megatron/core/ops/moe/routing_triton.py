@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.moe.routing import Choice, RoutingRule, balance_sums, best, choose_experts, count_experts
+from megatron.core.ops.sum_rows_triton import num_multiprocessors
 from megatron.core.ops.tiles import cdiv, next_power_of_2
 from megatron.core.utils.autograd_context import AutogradContext
 
@@ -14,8 +15,8 @@ _SCORES = 2048
 """Scores that one program compares."""
 _MOST_EXPERTS = 2048
 """More scores of a token are sorted by torch."""
-_BLOCKS = 8
-"""Blocks of tokens whose scores one program sums."""
+_PROGRAMS = 16
+"""Programs on each multiprocessor, among which the tokens are divided whose scores are summed."""
 _NUMBERS = 2048
 """Numbers that one program splits into parts."""
 
@@ -30,14 +31,14 @@ def _softmax(score, valid):  # type: ignore[no-untyped-def]  # Triton would eval
 
 @triton.jit
 def _best_kernel(  # type: ignore[no-untyped-def]
-    experts, weights, sums, counts, scores, real, tokens, width, k, factor,
+    experts, weights, sums, counts, scores, real, tokens, width, k, factor, blocks,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, KEY: tl.constexpr, MAGNITUDE: tl.constexpr,
-    LOWEST: tl.constexpr, WEIGHS: tl.constexpr, COUNTS: tl.constexpr, HAS_REAL: tl.constexpr, BLOCKS: tl.constexpr,
+    LOWEST: tl.constexpr, WEIGHS: tl.constexpr, COUNTS: tl.constexpr, HAS_REAL: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, WIDTH)
     sum_part, count_part = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.int32)
-    for block in range(BLOCKS):
-        token = (tl.program_id(0) * BLOCKS + block).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    for block in range(blocks):
+        token = (tl.program_id(0) * blocks + block).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
         valid = (token < tokens)[:, None] & (expert < width)[None, :]
         score = tl.load(scores + token[:, None] * width + expert[None, :], mask=valid, other=0.0).to(WIDE)
         # Whole numbers in the order of the scores: -0.0 equals 0.0, and all NaNs are equal and largest, as for
@@ -161,11 +162,10 @@ class _Choice(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _tiles(tokens: int, width: int, blocks: int = 1) -> tuple[tuple[int], dict[str, int]]:
-    """Returns grid and tile of programs that each compute some blocks of tokens."""
+def _tiles(tokens: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     columns = next_power_of_2(width)
     at_once = max(1, min(_SCORES // columns, 256))
-    return (cdiv(tokens, at_once * blocks),), {"TOKENS": at_once, "WIDTH": columns}
+    return (cdiv(tokens, at_once),), {"TOKENS": at_once, "WIDTH": columns}
 
 
 def best_triton(scores: Tensor, count: int) -> Tensor:
@@ -183,17 +183,20 @@ def _best(scores: Tensor, count: int, factor: float | None, counts: bool = False
     count = min(count, width)
     experts = torch.empty(tokens, count, dtype=torch.int64, device=scores.device)
     weights = torch.empty(tokens, count if factor is not None else 0, dtype=torch.float32, device=scores.device)
-    blocks = _BLOCKS if counts else 1
-    grid, tile = _tiles(tokens, width, blocks)
-    sums = torch.empty(grid[0], width, dtype=torch.float32, device=scores.device) if counts else None
-    numbers = torch.empty(grid[0], width, dtype=torch.int32, device=scores.device) if counts else None
+    (programs,), tile = _tiles(tokens, width)
+    sums = numbers = None
+    blocks = 1
+    if counts:  # few sums for each program's blocks of tokens, but enough programs
+        blocks = max(1, programs // (_PROGRAMS * num_multiprocessors(scores.device)))
+        programs = cdiv(programs, blocks)
+        sums = torch.empty(programs, width, dtype=torch.float32, device=scores.device)
+        numbers = torch.empty(programs, width, dtype=torch.int32, device=scores.device)
     if experts.numel():
         wide, key, bits = (tl.float64, tl.int64, 64) if scores.dtype is torch.float64 else (tl.float32, tl.int32, 32)
-        _best_kernel[grid](
+        _best_kernel[(programs,)](
             experts, weights, sums, numbers, scores, None if real is None else real.contiguous(), tokens, width, count,
-            1.0 if factor is None else factor, **tile, WIDE=wide, KEY=key, MAGNITUDE=2 ** (bits - 1) - 1,
+            1.0 if factor is None else factor, blocks, **tile, WIDE=wide, KEY=key, MAGNITUDE=2 ** (bits - 1) - 1,
             LOWEST=-(2 ** (bits - 1)), WEIGHS=factor is not None, COUNTS=counts, HAS_REAL=real is not None,
-            BLOCKS=blocks,
         )  # fmt: skip
     if sums is None or numbers is None:
         return Choice(experts, weights)

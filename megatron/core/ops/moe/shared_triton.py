@@ -99,7 +99,7 @@ def _tiles(outputs: Tensor) -> tuple[tuple[int], dict[str, int]]:
 
 
 @triton.jit
-def _sum_kernel(  # type: ignore[no-untyped-def]
+def _sum_gradients_kernel(  # type: ignore[no-untyped-def]
     total, first, second, third, logits_gradient, weight, rows, width,
     SUMMANDS: tl.constexpr, HAS_GATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +130,7 @@ def sum_gradients_triton(gradients: Sequence[Tensor], logits_gradient: Tensor | 
     first, (grid, tile) = read[0], _tiles(read[0])
     total = torch.empty_like(first)
     gate = (None, None) if logits_gradient is None or weight is None else (logits_gradient.contiguous(), weight)
-    _sum_kernel[grid](
+    _sum_gradients_kernel[grid](
         total, *read, *[None] * (3 - len(read)), *gate, *first.shape, SUMMANDS=len(read), HAS_GATE=has_gate, **tile
     )
     return total
