@@ -12,8 +12,9 @@ from megatron.core.optimizer.segments import StepInputs
 
 _BLOCK = 1024
 """Elements that a program of the updates computes."""
-_PARTS, _PART_BLOCK = 1024, 2048
-"""Parts of a matrix whose squares are summed apart, and the elements that a program reads at once."""
+_PARTS, _PART_BLOCK = 512, 2048
+"""Parts of a matrix whose squares are summed apart, and the elements that a program reads at once. With 8 warps a
+multiprocessor of an H200 runs four programs, so all parts run at the same time."""
 
 
 @triton.jit
@@ -75,6 +76,7 @@ def update_momentum_triton(
         directions, squares, momentum[runs.first :], gradients[runs.first :], weights[runs.first :], step.divisor,
         step.skip, weight_decay, runs.count // runs.matrices, runs.length, runs.stride, 1.0 - beta,
         NESTEROV=nesterov, COUPLED=not decoupled, DECAY_ON_DEVICE=isinstance(weight_decay, Tensor), BLOCK=_PART_BLOCK,
+        num_warps=8,
     )  # fmt: skip
     return directions, squares
 
@@ -111,7 +113,7 @@ def round_normalized(
     matrices = matrices.contiguous()
     if squares is None:
         squares = matrices.new_empty(n, _PARTS)
-        _squared_momentum_kernel[(_PARTS, n)](squares, matrices, size, PARTS=_PARTS, BLOCK=_PART_BLOCK)
+        _squared_momentum_kernel[(_PARTS, n)](squares, matrices, size, PARTS=_PARTS, BLOCK=_PART_BLOCK, num_warps=8)
     _rounded_momentum_kernel[(cdiv(size, 2 * _PART_BLOCK), n)](
         output, matrices, squares, size, scale, margin, EPS, PARTS=_PARTS, BLOCK=2 * _PART_BLOCK, num_warps=8
     )
