@@ -8,7 +8,14 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(
     "check",
-    ["symmetric_products", "products_in_two_parts", "orthogonal_matrices", "matrices_of_several_shapes", "updates"],
+    [
+        "symmetric_products",
+        "products_in_two_parts",
+        "orthogonal_matrices",
+        "matrices_of_several_shapes",
+        "updates",
+        "updates_of_runs",
+    ],
 )
 def test_the_kernels_agree_with_their_definitions(check: str) -> None:
     getattr(muon_kernels, check)()

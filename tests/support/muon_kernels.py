@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron.core.ops.symmetric_product_triton import symmetric_product_triton
 from megatron.core.optimizer import muon_triton
-from megatron.core.optimizer.gram_newton_schulz import newton_schulz_in_float16
+from megatron.core.optimizer.gram_newton_schulz import Directions, newton_schulz_in_float16
+from megatron.core.optimizer.muon_matrices import Runs
 from megatron.core.optimizer.muon_triton import product_in_two_parts, update_momentum_triton, update_weights_triton
 from megatron.core.optimizer.newton_schulz import newton_schulz
 from megatron.core.optimizer.segments import StepInputs
@@ -81,7 +82,7 @@ def _orthogonal(shape: tuple[int, ...]) -> None:
     for given, limit in ((matrices, 1e-2), (spiked.float(), 5e-2)):
         for coefficients in ("simple", "quintic"):
             expected = newton_schulz(given.double(), 5, coefficients)
-            found = newton_schulz_in_float16([([given], 2.0)], 5, coefficients)[0] / 2.0
+            found = newton_schulz_in_float16([([Directions(given)], 2.0)], 5, coefficients)[0] / 2.0
             error = (found.double() - expected).norm() / expected.norm()
             assert error <= limit, (shape, coefficients, float(error))
 
@@ -92,8 +93,9 @@ def matrices_of_several_shapes() -> None:
     wide, tall = _random(3, 48, 100), _random(1, 5000 if ON_GPU else 90, 48)
     wide[1], wide[2] = 0.0, 1e-21
     wide[2, 0, 0] = 1.0
+    parts = [Directions(wide[:1]), Directions(wide[1:])]
     with _FEW_PARTS:
-        made = newton_schulz_in_float16([([wide[:1], wide[1:]], 1.0), ([tall], 3.0)], 5, "quintic")
+        made = newton_schulz_in_float16([(parts, 1.0), ([Directions(tall)], 3.0)], 5, "quintic")
     for given, found, factor in ((wide, made[0], 1.0), (tall, made[1], 3.0)):
         expected = factor * newton_schulz(given.double(), 5, "quintic")
         assert (found.double() - expected).norm() <= 1e-2 * expected.norm()
@@ -109,7 +111,8 @@ def updates() -> None:
         count, divisor, lr = numbers
         step = StepInputs(count.float(), divisor, torch.tensor(skips, device=DEVICE))
         settings = {"beta": 0.9, "nesterov": nesterov, "decoupled": decoupled}
-        direction = update_momentum_triton(made, gradient, weights, step, decay, **settings)
+        with _FEW_PARTS:
+            direction, _ = update_momentum_triton(made, gradient, weights, step, decay, **settings)
         pulled = gradient.double() / 3.0 + (0.0 if decoupled else 0.1 * weights.double())
         averaged = 0.9 * momentum.double() + 0.1 * pulled
         expected = 0.9 * averaged + 0.1 * pulled if nesterov else averaged
@@ -123,3 +126,29 @@ def updates() -> None:
             torch.testing.assert_close(made.double(), averaged, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(moved.double(), kept - 0.01 * update.double(), rtol=1e-6, atol=1e-6)
             assert ((rounded.float() - moved).abs() <= 2**-7 * moved.abs()).all()  # the interpreter truncates
+
+
+def updates_of_runs() -> None:
+    """Matrices with gaps between their runs, and several matrices: only their elements change, as they do alone."""
+    for runs in (Runs(1, 70, 3, 140, 350), Runs(1, 0, 2, 4100, 4200), Runs(3, 0, 3, 1500, 1500)):
+        size = max(runs.first + runs.count * runs.stride, 1050)
+        at = runs.first + runs.stride * torch.arange(runs.count)[:, None] + torch.arange(runs.length)
+        at = at.flatten().to(DEVICE)
+        momentum, gradient, weights = _random(size), _random(size + 1)[1:], _random(size + 2)[2:]
+        number = torch.tensor(2.0, dtype=torch.float64, device=DEVICE)
+        step = StepInputs(number.float(), number, torch.tensor(False, device=DEVICE))
+        settings = {"beta": 0.9, "nesterov": True, "decoupled": False}
+        made, alone = momentum.clone(), momentum[at]
+        with _FEW_PARTS:
+            direction, squares = update_momentum_triton(made, gradient, weights, step, 0.1, **settings, runs=runs)
+            expected, _ = update_momentum_triton(alone, gradient[at], weights[at], step, 0.1, **settings)
+        assert torch.equal(direction, expected) and torch.equal(made, momentum.index_copy(0, at, alone))
+        sums = direction.double().view(runs.matrices, -1).square().sum(1)
+        torch.testing.assert_close(squares.double().sum(1), sums, rtol=1e-5, atol=0)
+        moved, rounded = weights.clone(), torch.zeros_like(weights, dtype=torch.bfloat16)
+        part, narrow = weights[at], rounded[at]
+        update = direction.half()
+        update_weights_triton(moved, rounded, update, step, 0.01 * number, 0.1, True, runs)
+        update_weights_triton(part, narrow, update, step, 0.01 * number, 0.1, True)
+        assert torch.equal(moved, weights.index_copy(0, at, part))
+        assert torch.equal(rounded, torch.zeros_like(rounded).index_copy(0, at, narrow))

@@ -15,9 +15,9 @@ _RESTART = 2
 raises them 16-fold. Without a restart, singular values come out as large as 4."""
 
 _LONG = 2.5
-"""Ratio of the sides n < m of a matrix from which a restart without the matrix costs fewer operations: 7 n^3 in place of
-3 n^2 m. Multiplications and additions are counted apart. In square matrices a restart costs as much as a step without
-one, 3 n^3."""
+"""Ratio of the sides n < m of a matrix from which a restart without the matrix costs fewer operations: 7 n^3 in place
+of 3 n^2 m. Multiplications and additions are counted apart. In square matrices a restart costs as much as a step
+without one, 3 n^3."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,16 @@ class Batch:
     """A power of two that keeps numbers within the range of float16."""
     factor: float = 1.0
     """Factor of the results."""
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Matrices to orthogonalise."""
+
+    values: Tensor
+    """[n, rows, columns], in float32."""
+    squares: Tensor | None = None
+    """[n, parts]: sums of the squares of parts of each matrix, if they are known."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +176,11 @@ def operations(rows: int, columns: int, steps: int) -> float:
 
 
 def newton_schulz_in_float16(
-    batches: Sequence[tuple[Sequence[Tensor], float]], steps: int, coefficients: str
+    batches: Sequence[tuple[Sequence[Directions], float]], steps: int, coefficients: str
 ) -> list[Tensor]:
     """Returns for each batch its factor times the results of `newton_schulz`, as one tensor [n, rows, columns] in
-    float16, for float32 matrices on a GPU that are given in parts of the first dimension. The shorter sides of all
-    matrices are equal. Sums are in float32, all else is in float16, which has three more bits than bfloat16."""
+    float16, for matrices on a GPU that are given in parts of the first dimension. The shorter sides of all matrices are
+    equal. Sums are in float32, all else is in float16, which has three more bits than bfloat16."""
     from megatron.core.ops.symmetric_product_triton import symmetric_product_triton
     from megatron.core.optimizer.muon_triton import product_in_two_parts
 
@@ -179,13 +189,14 @@ def newton_schulz_in_float16(
     return gram_newton_schulz(rounded, polynomials(steps, coefficients), products, 2.0**12)
 
 
-def _rounded(parts: Sequence[Tensor], factor: float, coefficients: str) -> Batch:
+def _rounded(parts: Sequence[Directions], factor: float, coefficients: str) -> Batch:
     """Returns the matrices of a batch, divided by their norms, in float16."""
     from megatron.core.optimizer.muon_triton import round_normalized
 
-    rows, columns = parts[0].shape[-2:]
+    first, sizes = parts[0].values, [len(part.values) for part in parts]
+    rows, columns = first.shape[-2:]
     scale = min(2.0 ** round(math.log2(rows * columns) / 2), 2.0**15)
-    x = parts[0].new_empty(sum(len(part) for part in parts), rows, columns, dtype=torch.float16)
-    for part, output in zip(parts, x.split([len(part) for part in parts]), strict=True):
-        round_normalized(part, output, scale, margin(coefficients))
+    x = first.new_empty(sum(sizes), rows, columns, dtype=torch.float16)
+    for part, output in zip(parts, x.split(sizes), strict=True):
+        round_normalized(part.values, output, scale, margin(coefficients), part.squares)
     return Batch(x, scale, factor)

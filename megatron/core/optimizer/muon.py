@@ -16,8 +16,8 @@ from megatron.core.communication.collectives import all_to_all_rows, gather_rows
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.units import ParameterSlot
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
-from megatron.core.optimizer.gram_newton_schulz import newton_schulz_in_float16
-from megatron.core.optimizer.muon_matrices import Matrices, matrices_of, takes_muon
+from megatron.core.optimizer.gram_newton_schulz import Directions, newton_schulz_in_float16
+from megatron.core.optimizer.muon_matrices import Matrices, Runs, matrices_of, takes_muon
 from megatron.core.optimizer.newton_schulz import newton_schulz, update_scale
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.segments import StepInputs, replace
@@ -107,6 +107,9 @@ class Muon:
         """Updates weights and momentum in place and rounds the weights into the model's, unless `step.skip` is set.
         Collective."""
         for items in self.rounds:
+            if self._in_place:
+                self._update_in_place(items, step, lr, weight_decay)
+                continue
             numbers = sorted({item.segment for item in items})
             boxes = self._gather(
                 items, {each: self._directions(self.segments[each], step, weight_decay) for each in numbers}
@@ -119,12 +122,7 @@ class Muon:
         """Updates the momentum and returns the tensor to orthogonalise."""
         main, beta = segment.weights.dtype, self.config.muon_momentum
         if _has_kernels(segment):
-            from megatron.core.optimizer.muon_triton import update_momentum_triton
-
-            chosen = {"nesterov": self.config.muon_use_nesterov, "decoupled": self.config.decoupled_weight_decay}
-            return update_momentum_triton(
-                segment.momentum, segment.gradients, segment.weights, step, weight_decay, beta=beta, **chosen
-            )
+            return self._update_momentum(segment.momentum, segment.gradients, segment.weights, step, weight_decay)[0]
         gradient = segment.gradients.to(main) / step.divisor.to(main)
         if not self.config.decoupled_weight_decay:
             gradient = gradient + weight_decay * segment.weights
@@ -133,20 +131,85 @@ class Muon:
         replace(step.skip, (segment.momentum, momentum))
         return direction
 
-    def _apply(self, item: _Item, update: Tensor, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
-        """Updates this rank's part of a parameter's weights."""
+    def _apply(
+        self,
+        item: _Item,
+        update: Tensor,
+        step: StepInputs,
+        lr: Tensor,
+        weight_decay: float | Tensor,
+        runs: Runs | None = None,
+    ) -> None:
+        """Updates this rank's part of a parameter's weights, or some of its runs."""
         segment, decoupled = self.segments[item.segment], self.config.decoupled_weight_decay
         weights, main = self._piece(item, segment.weights), segment.weights.dtype
         rounded = None if segment.model_weights is None else self._piece(item, segment.model_weights)
         if _has_kernels(segment):
             from megatron.core.optimizer.muon_triton import update_weights_triton
 
-            update_weights_triton(weights, rounded, update, step, lr, weight_decay, decoupled)
+            update_weights_triton(weights, rounded, update, step, lr, weight_decay, decoupled, runs)
             return
         kept = weights * (1.0 - lr * weight_decay).to(main) if decoupled else weights
         replace(step.skip, (weights, kept - lr.to(main) * update))
         if rounded is not None:
             rounded.copy_(weights)
+
+    # On a GPU that has whole matrices --------------------------------------------------------------------------------
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether kernels read and write all matrices where they are, because this rank has them whole."""
+        alone = self.shards == 1 and group_size(self.tensor_group) == 1
+        return alone and self._in_float16 and all(_has_kernels(segment) for segment in self.segments)
+
+    def _update_in_place(
+        self, items: Sequence[_Item], step: StepInputs, lr: Tensor, weight_decay: float | Tensor
+    ) -> None:
+        """Updates parameters that are not sharded. Only the matrices of one call of Newton-Schulz are copied at a
+        time."""
+        for batches in self._batches(items):
+            parts = [[self._read_in_place(*member, step, weight_decay) for member in batch] for batch in batches]
+            done = self._newton_schulz(parts, self._scales([batch[0][1] for batch in batches]))
+            for batch, values in zip(batches, done, strict=True):
+                updates = values.split([matrices.shape[0] for _, matrices in batch])
+                for (item, matrices), update in zip(batch, updates, strict=True):
+                    self._apply(item, update, step, lr, weight_decay, matrices.runs(item.slot.info))
+
+    def _read_in_place(
+        self, item: _Item, matrices: Matrices, step: StepInputs, weight_decay: float | Tensor
+    ) -> Directions:
+        """Updates the momentum of matrices and returns the matrices to orthogonalise."""
+        segment = self.segments[item.segment]
+        momentum, gradients, weights = (
+            self._piece(item, tensor) for tensor in (segment.momentum, segment.gradients, segment.weights)
+        )
+        values, squares = self._update_momentum(
+            momentum, gradients, weights, step, weight_decay, matrices.runs(item.slot.info)
+        )
+        return Directions(values.view(matrices.shape), squares)
+
+    def _update_momentum(
+        self,
+        momentum: Tensor,
+        gradients: Tensor,
+        weights: Tensor,
+        step: StepInputs,
+        weight_decay: float | Tensor,
+        runs: Runs | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        from megatron.core.optimizer.muon_triton import update_momentum_triton
+
+        return update_momentum_triton(
+            momentum,
+            gradients,
+            weights,
+            step,
+            weight_decay,
+            beta=self.config.muon_momentum,
+            nesterov=self.config.muon_use_nesterov,
+            decoupled=self.config.decoupled_weight_decay,
+            runs=runs,
+        )
 
     # Between the ranks that shard the state --------------------------------------------------------------------------
 
@@ -240,26 +303,37 @@ class Muon:
         """Returns the updates of batches of matrices [n, rows, columns], of which the tensor parallel ranks may each
         have a part. Batches that are divided come alone."""
         mode, group, split = self.config.muon_tp_mode, self.tensor_group, kinds[0].split
-        factor, scale_mode = self.config.muon_extra_scale_factor, self.config.muon_scale_mode
-        scales = [factor * update_scale(*kind.whole, scale_mode) for kind in kinds]
+        scales = self._scales(kinds)
         if split is None or mode == "blockwise" or group_size(group) == 1:
-            return self._newton_schulz(parts, scales)
+            return self._newton_schulz([[Directions(part) for part in batch] for batch in parts], scales)
+
+        def orthogonal(whole: Tensor) -> Tensor:
+            return self._newton_schulz([[Directions(whole)]], scales)[0]
+
         (only,) = parts
         matrices = torch.cat(list(only))
         if mode == "duplicated":
             ranks = group_size(group)
             whole = torch.cat(gather_rows(matrices, group).chunk(ranks), split)
-            return [self._newton_schulz([[whole]], scales)[0].chunk(ranks, split)[group_rank(group)]]
-        return [_distributed(matrices, split, group, lambda whole: self._newton_schulz([[whole]], scales)[0])]
+            return [self._newton_schulz([[Directions(whole)]], scales)[0].chunk(ranks, split)[group_rank(group)]]
+        return [
+            _distributed(matrices, split, group, lambda whole: self._newton_schulz([[Directions(whole)]], scales)[0])
+        ]
 
-    def _newton_schulz(self, batches: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> list[Tensor]:
+    def _scales(self, kinds: Sequence[Matrices]) -> list[float]:
+        """Returns the factors of the updates of matrices."""
+        factor, mode = self.config.muon_extra_scale_factor, self.config.muon_scale_mode
+        return [factor * update_scale(*kind.whole, mode) for kind in kinds]
+
+    def _newton_schulz(self, batches: Sequence[Sequence[Directions]], scales: Sequence[float]) -> list[Tensor]:
         """Returns the orthogonal matrices of each batch times its scale."""
         steps, coefficients = self.config.muon_num_ns_steps, self.config.muon_coefficient_type
         pairs = list(zip(batches, scales, strict=True))
         if self._in_float16:
             return newton_schulz_in_float16(pairs, steps, coefficients)
         precision = self.config.muon_fp32_matmul_prec
-        return [scale * newton_schulz(torch.cat(list(parts)), steps, coefficients, precision) for parts, scale in pairs]
+        joined = ((torch.cat([part.values for part in parts]), scale) for parts, scale in pairs)
+        return [scale * newton_schulz(matrices, steps, coefficients, precision) for matrices, scale in joined]
 
 
 def _distributed(matrices: Tensor, split: int, group: object, function: Callable[[Tensor], Tensor]) -> Tensor:

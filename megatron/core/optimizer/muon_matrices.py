@@ -26,6 +26,18 @@ def takes_muon(parameter: nn.Parameter, info: ParameterInfo, config: OptimizerCo
 
 
 @dataclass(frozen=True)
+class Runs:
+    """Where the elements of equal matrices are in a flat tensor: `count` runs of `length` neighbouring elements each,
+    which begin `stride` elements apart. Each matrix has as many of them."""
+
+    matrices: int
+    first: int
+    count: int
+    length: int
+    stride: int
+
+
+@dataclass(frozen=True)
 class Matrices:
     """Matrices of one shape in the box of a parameter on this rank: one, or one for each expert here."""
 
@@ -42,6 +54,15 @@ class Matrices:
         """Returns the matrices in the elements of a box: a view of `flat` (any shape, to be reshaped to `shape`)."""
         box = flat.view(info.box.shape)
         return box if self.heads is None else box[:, self.heads]
+
+    def runs(self, info: ParameterInfo) -> Runs:
+        """Returns where the matrices are in a box."""
+        count, rows, columns = self.shape
+        if self.heads is None:
+            return Runs(count, 0, count, rows * columns, rows * columns)
+        groups, heads, *inside = info.box.shape
+        head = math.prod(inside)
+        return Runs(count, self.heads.start * head, groups, (self.heads.stop - self.heads.start) * head, heads * head)
 
     def read(self, flat: Tensor, info: ParameterInfo) -> Tensor:
         """Returns the matrices [n, rows, columns]."""

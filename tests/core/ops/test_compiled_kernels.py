@@ -29,7 +29,7 @@ CHECKS = {
     "specialized_products accumulations linears biases",
     "shared_kernels": "shared_outputs shared_inputs",
     "delta_rule_kernels": "packed long_rows",
-    "muon_kernels": "symmetric_products matrices_of_several_shapes products_in_two_parts updates",
+    "muon_kernels": "symmetric_products matrices_of_several_shapes products_in_two_parts updates updates_of_runs",
     "selected_keys": "scores masks",
     "recurrent_kernels": "convolutions gated_norms projections rounded_scans",
     "fp8_kernels": "largest_values noted_values noted_rows casts by_largest blocks",

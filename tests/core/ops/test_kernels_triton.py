@@ -38,7 +38,7 @@ CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "optimizer/adam_triton.py": (elementwise_kernels, ["updates", "stored_updates"]),
     "optimizer/muon_triton.py": (
         muon_kernels,
-        ["orthogonal_matrices", "matrices_of_several_shapes", "products_in_two_parts", "updates"],
+        ["orthogonal_matrices", "matrices_of_several_shapes", "products_in_two_parts", "updates", "updates_of_runs"],
     ),
 }
 

@@ -18,7 +18,7 @@ from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.initializers import Normal
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import FlatOptimizer, OptimizerConfig, get_megatron_optimizer, muon
+from megatron.core.optimizer import FlatOptimizer, OptimizerConfig, get_megatron_optimizer, muon, muon_triton
 from megatron.core.optimizer.newton_schulz import newton_schulz
 from megatron.core.parameters import ParameterInfo, canonical_index, draw_range, info_of, initialize_parameters
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -259,3 +259,34 @@ def test_products_have_the_chosen_precision_and_number_of_steps() -> None:
         assert 1e-5 < (qkv(**settings) - exact).abs().max() < 0.02
     assert (qkv(muon_fp32_matmul_prec="high", muon_num_ns_steps=1) - exact).abs().max() > 1e-3
     assert (qkv(muon_fp32_matmul_prec="high", muon_split_qkv=False) - exact).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("model", [{}, EXPERTS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_update_whole_matrices_where_they_are(
+    dtype: torch.dtype, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels that a GPU runs, in Triton's interpreter, give the weights of the formulas in float32 but for the
+    rounding to float16. Momenta are those of the formulas."""
+
+    def trained_here() -> tuple[Tensor, Tensor]:
+        settings = {"bf16": True} if dtype is torch.bfloat16 else {}
+        _, optimizer = build(dtype=dtype, model=model, muon_fp32_matmul_prec="high", **settings)
+        for number in range(2):
+            step(optimizer, number)
+        made = [each.weights.decode() for each in optimizer.states]
+        return torch.cat(made), torch.cat(
+            [
+                moments["momentum_buffer"].flatten()
+                for moments in optimizer.state.values()
+                if "momentum_buffer" in moments
+            ]
+        )
+
+    expected, momenta = trained_here()
+    monkeypatch.setattr(muon.Muon, "_in_float16", True)
+    monkeypatch.setattr(muon, "_has_kernels", lambda segment: True)
+    monkeypatch.setattr(muon_triton, "_PARTS", 4)
+    found, averaged = trained_here()
+    torch.testing.assert_close(averaged, momenta, rtol=1e-6, atol=1e-7)
+    assert 0 < (found - expected).abs().max() < 5e-3

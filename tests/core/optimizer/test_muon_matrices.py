@@ -46,6 +46,10 @@ def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
     assert torch.equal(found[1].read(flat, fused), rows)
     found[1].write(flat, fused, rows + 1000)
     assert int((flat >= 1000).sum()) == rows.numel() and torch.equal(found[1].read(flat, fused), rows + 1000)
+    for one in found:
+        runs = one.runs(fused)
+        at = runs.first + runs.stride * torch.arange(runs.count)[:, None] + torch.arange(runs.length)
+        assert torch.equal(flat[at].view(one.shape), one.read(flat, fused))
     (whole,) = matrices_of(fused, 1, config(muon_split_qkv=False))
     assert (whole.shape, whole.heads) == ((1, 24, 8), None)
 
