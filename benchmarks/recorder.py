@@ -377,6 +377,13 @@ def _note_residual(
         seen.moved["residuals"] += _size(inputs, residual, output) + backward
 
 
+def _note_shared(
+    seen: Recorder, output: Tensor, routed: Tensor, _: Any, gate_logits: Any = None, residual: Any = None
+) -> None:
+    if residual is not None:
+        _note_residual(seen, output, routed, None, residual, 0.0)
+
+
 def _note_activation(seen: Recorder, output: Tensor, inputs: Tensor, *_: Any, **__: Any) -> None:
     seen.moved["activations"] += 3 * _size(inputs) + 2 * _size(output)
 
@@ -444,6 +451,7 @@ _NOTES: dict[str, Callable[..., None]] = {
     "rms_norm_with_residual": _note_norm,
     "layer_norm_with_residual": _note_norm,
     "bias_dropout_add": _note_residual,
+    "add_shared": _note_shared,
     "weighted_activation": _note_activation,
     "apply_rope": _note_rope,
     "embedding": _note_embedding,

@@ -13,11 +13,13 @@ from megatron.core.utils.autograd_context import AutogradContext
 
 
 def add_shared(
-    routed: Tensor, shared: Tensor, gate_logits: Tensor | None = None, residual: Tensor | None = None
+    routed: Tensor, shared: Tensor | None, gate_logits: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """Returns residual + routed + shared sigmoid(gate_logits), all [t, h] with logits [t, 1]. None: no residual, or no
+    """Returns residual + routed + shared sigmoid(gate_logits), all [t, h] with logits [t, 1]. None: no such term, or no
     gate."""
-    output = routed + (shared if gate_logits is None else shared * torch.sigmoid(gate_logits))
+    output = routed
+    if shared is not None:
+        output = routed + (shared if gate_logits is None else shared * torch.sigmoid(gate_logits))
     return output if residual is None else residual + output
 
 

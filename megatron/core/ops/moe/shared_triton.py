@@ -51,13 +51,13 @@ def _add_shared_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def add_shared_triton(
-    routed: Tensor, shared: Tensor, gate_logits: Tensor | None = None, residual: Tensor | None = None
+    routed: Tensor, shared: Tensor | None, gate_logits: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """Computes `shared.add_shared` with one rounding. Sums of two tensors, float64, tensors of several types, and rows
     of more than 16,384 channels use the reference."""
     types = {tensor.dtype for tensor in (routed, shared, residual) if tensor is not None}
     takes = len(types) == 1 and torch.float64 not in types and routed.shape[1] <= _WIDEST and routed.numel() > 0
-    if not takes or (gate_logits is None and residual is None):
+    if not takes or shared is None or (gate_logits is None and residual is None):
         return add_shared(routed, shared, gate_logits, residual)
     return _AddShared.apply(routed, shared, gate_logits, residual)
 

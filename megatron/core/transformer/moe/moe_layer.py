@@ -181,7 +181,7 @@ class _Shared:
 
     def added_to(self, output: Tensor, gate_logits: Tensor | None, residual: Tensor | None) -> Tensor:
         if self.experts is None:
-            return output if residual is None else residual + output
+            return self.ops.add_shared(output, None, None, residual)
         if not self.overlaps:
             halves = self.halves
             self.output = self._whole() if halves is None else halves.second_half(halves.first_half(self.hidden))
