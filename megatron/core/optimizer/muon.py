@@ -315,10 +315,8 @@ class Muon:
         if mode == "duplicated":
             ranks = group_size(group)
             whole = torch.cat(gather_rows(matrices, group).chunk(ranks), split)
-            return [self._newton_schulz([[Directions(whole)]], scales)[0].chunk(ranks, split)[group_rank(group)]]
-        return [
-            _distributed(matrices, split, group, lambda whole: self._newton_schulz([[Directions(whole)]], scales)[0])
-        ]
+            return [orthogonal(whole).chunk(ranks, split)[group_rank(group)]]
+        return [_distributed(matrices, split, group, orthogonal)]
 
     def _scales(self, kinds: Sequence[Matrices]) -> list[float]:
         """Returns the factors of the updates of matrices."""
